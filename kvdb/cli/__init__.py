@@ -1,0 +1,84 @@
+"""The ``kvdb`` program: one file a verb; each parses, calls and prints.
+
+Errors become words here and nowhere else. Verbs are imported when they are called, and import
+what is heavy when they run.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from kvdb.cli.options import store_option
+from kvdb.errors import KvdbError
+
+INTERRUPTED = 130
+
+# Verb → the line that `kvdb --help` shows. The verb's module and command have its name.
+VERBS: Mapping[str, str] = {
+    "demo": "Show on a small real model what the store saves.",
+    "doctor": "Check this machine, the settings and the store.",
+    "evict": "Remove blocks nobody holds until the store is small enough.",
+    "generate": "Generate text; prompts computed once are never computed again.",
+    "info": "Show what the store holds and how large it is.",
+    "ls": "List blocks, shards, namespaces, sequences or requests.",
+    "migrate": "Bring the store's schema up to date.",
+    "models": "List models, or pull a small one.",
+    "query": "Ask the store in SQL.",
+    "rebuild": "Make the index anew from the shards.",
+    "verify": "Check that the store is what it should be; repair it.",
+}
+
+
+class Failure(click.ClickException):
+    """An error in words, with its exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code  # type: ignore[misc]
+
+
+class Program(click.Group):
+    """Loads a verb's module when the verb is called, and turns errors into one sentence."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        module = importlib.import_module(f"kvdb.cli.{cmd_name}")
+        command: click.Command = getattr(module, cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(VERBS.items()))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KvdbError as error:
+            raise Failure(str(error), error.exit_code) from error
+        except BrokenPipeError:
+            raise  # click ends quietly when whoever read our output has gone
+        except OSError as error:
+            where = f" ({error.filename})" if error.filename else ""
+            raise Failure(f"{error.strerror or error}{where}.", 1) from error
+        except (KeyboardInterrupt, click.Abort) as error:
+            raise Failure("Interrupted.", INTERRUPTED) from error
+
+
+@click.command(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(None, "-V", "--version", package_name="kvdb", message="%(prog)s %(version)s")
+@store_option
+def cli() -> None:
+    """A database of KV cache state for local LLM inference.
+
+    Data goes to stdout; talk, progress and errors go to stderr. Exit codes: 0 done, 1 error,
+    2 wrong use, 3 finished and found problems, 10 no store, 11 locked, 12 store newer than this
+    program, 13 integrity, 130 interrupted.
+    """

@@ -1,0 +1,325 @@
+"""``kvdb generate``: text from a model, with state from the store."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvdb.cli.options import open_store, prepare_engine, setting_option, settings, store_option
+from kvdb.cli.output import human_bytes, say
+from kvdb.cli.progress import progress
+from kvdb.errors import KvdbError, PromptError, UsageError
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from engine.events import End, Event, Request, Stats
+    from kvdb.config import Settings
+    from kvdb.store import Store
+
+TERMINATED = 143
+
+
+@click.command()
+@click.option(
+    "--model",
+    default="smollm2-135m",
+    show_default=True,
+    help="Folder, hub id or built-in name of an mlx-lm model.",
+)
+@click.option("-p", "--prompt", help="Message to the model; - reads it from standard input.")
+@click.option("--system-prompt", help="System message before the prompt.")
+@click.option(
+    "--messages",
+    "messages_file",
+    type=click.File("r", encoding="utf-8"),
+    metavar="FILE",
+    help="Chat messages as a JSON list, instead of a prompt.",
+)
+@click.option(
+    "--tokens",
+    "tokens_file",
+    type=click.File("r", encoding="utf-8"),
+    metavar="FILE",
+    help="Token ids, apart by spaces or commas or as JSON, instead of a prompt.",
+)
+@click.option(
+    "-m",
+    "--max-tokens",
+    default=100,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Most tokens to generate.",
+)
+@click.option(
+    "--temp",
+    default=0.0,
+    show_default=True,
+    type=click.FloatRange(min=0),
+    help="Sampling temperature; 0 takes the likeliest token.",
+)
+@click.option(
+    "--top-p", default=1.0, show_default=True, type=click.FloatRange(0, 1), help="Sampling top-p."
+)
+@click.option(
+    "--min-p", default=0.0, show_default=True, type=click.FloatRange(0, 1), help="Sampling min-p."
+)
+@click.option(
+    "--top-k", default=0, show_default=True, type=click.IntRange(min=0), help="Sampling top-k."
+)
+@click.option("--seed", type=int, help="Seed of the sampling.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable.")
+@click.option(
+    "--logprobs",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="With --json: each token's log probability, and those of the N likeliest.",
+)
+@click.option("--adapter-path", type=click.Path(path_type=Path), help="Folder of an adapter.")
+@click.option("--kv-bits", type=int, help="Quantise the KV cache to this many bits.")
+@click.option(
+    "--kv-group-size",
+    default=64,
+    show_default=True,
+    type=int,
+    help="Group size of KV quantisation.",
+)
+@click.option(
+    "--quantized-kv-start",
+    default=0,
+    show_default=True,
+    type=int,
+    help="Only 0: state quantised midway is not a function of its prefix.",
+)
+@click.option("--prefill-step-size", type=int, help="Prompt tokens of one forward pass.")
+@click.option("--ignore-chat-template", is_flag=True, help="Take the prompt as raw text.")
+@click.option("--chat-template-config", metavar="JSON", help="Options of the chat template.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code that the model brings along.")
+@setting_option(
+    "reuse",
+    "--reuse",
+    type=click.Choice(["max", "exact"]),
+    help="max: equal up to rounding; exact: the bits of a cold exact run.",
+)
+@setting_option(
+    "block_tokens",
+    "--block-tokens",
+    type=int,
+    metavar="N",
+    help="Tokens of one block: a power of two, 16 to 4096.",
+)
+@click.option("--no-store", is_flag=True, help="Neither use the store nor feed it.")
+@click.option("--stats", is_flag=True, help="The usage as JSON on stderr.")
+@click.option("--json", "as_json", is_flag=True, help="Events as JSON, one a line, on stdout.")
+@store_option
+def generate(**options: Any) -> None:
+    """Generate text with an mlx-lm model and stream it to stdout.
+
+    What was computed for a prompt, or for the beginning of one, is taken from the store instead of
+    being computed again; what is computed is stored. A line on stderr says how much of the prompt
+    was restored and computed. The option names are mlx-lm's.
+    """
+    _generate(**options)
+
+
+def _generate(*, no_store: bool, stats: bool, as_json: bool, **options: Any) -> None:
+    values = settings()
+    from kvdb.identity import check_block_tokens
+
+    check_block_tokens(values["block_tokens"])
+    prompt = _prompt(options)
+    template_options = _template_options(options["chat_template_config"])
+    prepare_engine(values)
+    from engine import Engine, EngineOptions, ModelOptions
+
+    model_options = ModelOptions(
+        adapter=options["adapter_path"],
+        kv_bits=options["kv_bits"],
+        kv_group_size=options["kv_group_size"],
+        quantized_kv_start=options["quantized_kv_start"],
+        trust_remote_code=options["trust_remote_code"],
+    )
+    engine_options = EngineOptions(
+        block_tokens=values["block_tokens"], step=options["prefill_step_size"]
+    )
+    signal.signal(signal.SIGTERM, _terminate)
+    with contextlib.ExitStack() as stack:
+        store = None if no_store else _usable_store(values)
+        if store is not None:
+            stack.enter_context(store)
+        engine = stack.enter_context(
+            Engine(store, options["model"], model_options=model_options, options=engine_options)
+        )
+        events = engine.generate(_request(engine, prompt, template_options, options, values))
+        end = _print_events(events) if as_json else _print_text(events)
+    if stats:
+        say(json.dumps(asdict(end.stats)))
+    elif not as_json:
+        say(usage_line(end.stats))
+
+
+def usage_line(stats: Stats) -> str:
+    """One line for people: what of the prompt was restored, refilled and computed."""
+    parts = [f"{stats.restored_tokens} restored"]
+    if stats.refilled_tokens:
+        parts.append(f"{stats.refilled_tokens} refilled")
+    parts.append(f"{stats.computed_tokens} computed ({stats.forwarded_prompt_tokens} forwarded)")
+    first = "none" if stats.first_token_ms is None else f"after {stats.first_token_ms / 1e3:.2f} s"
+    return (
+        f"prompt: {stats.prompt_tokens} tokens, {', '.join(parts)}; first token {first}; "
+        f"{stats.generated_tokens} generated in {stats.total_ms / 1e3:.1f} s; "
+        f"model loaded in {stats.load_ms / 1e3:.1f} s"
+        + (f"; {human_bytes(stats.bytes_read)} read" if stats.bytes_read else "")
+    )
+
+
+def _terminate(_signal: int, _frame: object) -> None:
+    """SIGTERM ends like an error does: what was computed is stored first."""
+    sys.exit(TERMINATED)
+
+
+def _usable_store(values: Settings) -> Store | None:
+    """The store, or what can be had of it: a store that is in the way of nobody's answer."""
+    try:
+        return open_store(values, create=True)
+    except UsageError:
+        raise
+    except KvdbError as error:
+        reason = str(error)
+    try:
+        store = open_store(values, read_only=True)
+    except KvdbError:
+        say(f"Going on without the store: {reason}")
+        return None
+    say(f"Going on without storing anything new: {reason}")
+    return store
+
+
+def _prompt(options: dict[str, Any]) -> dict[str, Any]:
+    """The prompt as ``text``, ``messages`` or ``tokens``. Raises PromptError or UsageError."""
+    text, messages, tokens = (options[key] for key in ("prompt", "messages_file", "tokens_file"))
+    if sum(given is not None for given in (text, messages, tokens)) != 1:
+        raise click.UsageError("Give the prompt with one of --prompt, --messages and --tokens.")
+    try:
+        if messages is not None:
+            return {"messages": _messages(json.load(messages))}
+        if tokens is not None:
+            return {"tokens": _token_ids(tokens.read())}
+        prompt = sys.stdin.read() if text == "-" else text
+    except UnicodeDecodeError as error:
+        raise PromptError(f"The prompt is not UTF-8 text: {error}.") from error
+    except ValueError as error:
+        raise PromptError(f"The prompt cannot be read: {error}.") from error
+    if not prompt.strip():
+        raise PromptError("The prompt is empty.")
+    return {"text": prompt}
+
+
+def _messages(document: object) -> list[dict[str, Any]]:
+    if isinstance(document, dict):
+        document = document.get("messages")
+    if not isinstance(document, list) or not all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in document
+    ):
+        raise ValueError("messages must be a JSON list of objects with role and content")
+    if not document:
+        raise PromptError("The prompt is empty.")
+    return document
+
+
+def _token_ids(text: str) -> list[int]:
+    if text.lstrip().startswith("["):
+        ids = json.loads(text)
+    else:
+        ids = [int(piece) for piece in text.replace(",", " ").split()]
+    if not all(type(token) is int for token in ids):
+        raise ValueError("token ids must be whole numbers")
+    if not ids:
+        raise PromptError("The prompt is empty.")
+    return list(ids)
+
+
+def _request(
+    engine: Engine,
+    prompt: dict[str, Any],
+    template_options: dict[str, Any],
+    options: dict[str, Any],
+    values: Settings,
+) -> Request:
+    from engine import Request, Sampling
+
+    if "text" in prompt and not options["ignore_chat_template"] and _has_template(engine):
+        prompt = {"messages": [{"role": "user", "content": prompt["text"]}]}
+    if options["system_prompt"] is not None:
+        if "messages" not in prompt:
+            raise UsageError("--system-prompt needs a chat template and a prompt that uses it.")
+        system = {"role": "system", "content": options["system_prompt"]}
+        prompt = {"messages": [system, *prompt["messages"]]}
+    return Request(
+        **prompt,
+        template_options=template_options,
+        max_tokens=options["max_tokens"],
+        stop=options["stop"],
+        sampling=Sampling(
+            temperature=options["temp"],
+            top_p=options["top_p"],
+            top_k=options["top_k"],
+            min_p=options["min_p"],
+            seed=options["seed"],
+        ),
+        logprobs=options["logprobs"],
+        reuse=values["reuse"],
+        client="kvdb generate",
+    )
+
+
+def _has_template(engine: Engine) -> bool:
+    def ask(worker: Any) -> bool:
+        return bool(getattr(worker.loaded.tokenizer, "has_chat_template", False))
+
+    return engine.call(ask)
+
+
+def _template_options(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"--chat-template-config is not JSON: {error}.") from error
+    if not isinstance(document, dict):
+        raise UsageError("--chat-template-config must be a JSON object.")
+    return document
+
+
+def _print_text(events: Iterator[Event]) -> End:
+    from engine import End, Progress, Token
+
+    with progress("Prompt tokens") as report:
+        for event in events:
+            if isinstance(event, Progress):
+                report(event.done, event.total)
+            elif isinstance(event, Token):
+                click.echo(event.text, nl=False)
+            elif isinstance(event, End):
+                click.echo(event.text)
+                return event
+    raise RuntimeError("the engine gave no last event")
+
+
+def _print_events(events: Iterator[Event]) -> End:
+    from engine import End
+
+    for event in events:
+        document = {"event": type(event).__name__.lower(), **asdict(event)}
+        click.echo(json.dumps(document, ensure_ascii=False))
+        if isinstance(event, End):
+            return event
+    raise RuntimeError("the engine gave no last event")

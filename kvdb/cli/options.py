@@ -1,0 +1,81 @@
+"""Options that several verbs share, and the settings and the store they lead to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from kvdb.config import Settings
+    from kvdb.store import Store
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+FLAGS = "kvdb.flags"
+
+
+def setting_option(
+    key: str, *declarations: str, **attributes: Any
+) -> Callable[[Function], Function]:
+    """An option that overrides the setting ``key``; the verb reads it through :func:`settings`."""
+
+    def remember(ctx: click.Context, _parameter: click.Parameter, value: object) -> None:
+        if value is not None:
+            ctx.meta.setdefault(FLAGS, {})[key] = value
+
+    return click.option(*declarations, callback=remember, expose_value=False, **attributes)
+
+
+def store_option(function: Function) -> Function:
+    """``--store DIR``, before the verb or after it."""
+    return setting_option(
+        "store", "--store", metavar="DIR", help="Folder of the store (or KVDB_STORE)."
+    )(function)
+
+
+def settings() -> Settings:
+    """All settings, with the flags given so far on top. Raises UsageError."""
+    from kvdb import config
+
+    return config.load(click.get_current_context().meta.get(FLAGS))
+
+
+def open_store(
+    values: Settings | None = None, *, read_only: bool = False, create: bool = False
+) -> Store:
+    """Open the store that the settings name. Raises what :func:`kvdb.open` raises."""
+    import kvdb
+
+    values = values or settings()
+    return kvdb.open(
+        values["store"],
+        create=create,
+        read_only=read_only,
+        max_bytes=values["max_bytes"],
+        min_free_bytes=values["min_free_bytes"],
+        durability=values["durability"],
+        codec=values["codec"],
+        queue_bytes=values["queue_bytes"],
+        program="kvdb " + (click.get_current_context().info_name or ""),
+    )
+
+
+def prepare_engine(values: Settings) -> None:
+    """Make this process ready for the engine: its folders, and quiet libraries. Raises ModelError
+    where MLX is not installed."""
+    import importlib.util
+
+    from kvdb.errors import ModelError
+
+    if any(importlib.util.find_spec(name) is None for name in ("mlx", "mlx_lm")):
+        raise ModelError(
+            "Generating needs mlx and mlx-lm, which are not installed; kvdb doctor says more."
+        )
+    # The engine reads these itself; a folder named in kvdb.toml must reach it too.
+    os.environ["KVDB_MODELS"] = str(values["models"])
+    os.environ["KVDB_CACHE"] = str(values["cache"])
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

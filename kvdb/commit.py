@@ -1,0 +1,392 @@
+"""Stores a group of puts: encode, reserve, publish files, then make the blocks visible.
+
+The order is the promise: a ``shards`` row in state *writing* is committed before its file exists,
+and blocks are inserted only after the file is published. A crash in between leaves a row that the
+next opener settles.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvdb import index, retention
+from kvdb.clock import Environment
+from kvdb.codecs import Codec
+from kvdb.driver import Connection, Database
+from kvdb.durable import FileSystem, publish
+from kvdb.identity import ROOT_PARENT, Checksum, encode_extra, extra_by_block
+from kvdb.limit import Limit
+from kvdb.retention import Retention
+from kvdb.shards import (
+    NamespaceRecord,
+    ShardBlock,
+    ShardPart,
+    encode_shard,
+    shard_path,
+    split_runs,
+    temp_path,
+)
+from kvdb.writer import Payload, PutJob, Task, Ticket
+
+log = logging.getLogger("kvdb.writer")
+
+
+@dataclass(slots=True)
+class _Staged:
+    """A new block, or new parts of one, on its way into a shard."""
+
+    job: PutJob
+    payload: Payload
+    block: ShardBlock
+    shard_id: int | None = None
+
+
+@dataclass(slots=True)
+class _Shard:
+    """A shard being written."""
+
+    namespace_id: int
+    record: NamespaceRecord
+    staged: list[_Staged]
+    buffers: list[memoryview]
+    nbytes: int
+    id: int = 0
+    uuid: str = ""
+
+
+class Committer:
+    """See the module. One per open store; called by the writer's thread only."""
+
+    def __init__(
+        self,
+        database: Database,
+        limit: Limit,
+        keep: Retention,
+        fs: FileSystem,
+        environment: Environment,
+        codec: Codec,
+        process_id: int,
+    ) -> None:
+        self._database = database
+        self._limit = limit
+        self._retention = keep
+        self._fs = fs
+        self._environment = environment
+        self._codec = codec
+        self._process_id = process_id
+
+    def commit(self, jobs: Sequence[PutJob], tasks: Sequence[Task]) -> None:
+        """Store ``jobs`` and run ``tasks`` in the same transaction. Raises KvdbError or OSError
+        when the index cannot be written; files that were begun are then removed."""
+        shards = list(self._lay_out(self._stage(jobs)))
+        published = self._publish(shards, self._reserve(shards, jobs))
+        try:
+            with self._database.write() as connection:
+                for shard in published:
+                    connection.execute(index.PUBLISH_SHARD, (shard.nbytes, shard.id))
+                visible = _Visible(connection, self._environment.now_us(), published)
+                visible.insert(jobs)
+                for task in tasks:
+                    task(connection)
+                left = [*visible.emptied, *(shard.id for shard in published)]
+                dead = index.kill_if_empty(connection, left)
+        except BaseException:
+            self._abandon(published)
+            raise
+        for ticket, stored in visible.counted:
+            ticket.count(stored=int(stored), present=int(not stored))
+        if dead:
+            self._retention.sweep_dead()
+
+    # -- staging -----------------------------------------------------------------------------
+
+    def _stage(self, jobs: Sequence[PutJob]) -> list[_Staged]:
+        """Encode what is not stored yet. Blocks whose parent is neither stored nor staged are
+        dropped with the rest of their chain."""
+        staged: list[_Staged] = []
+        ahead: set[bytes] = set()
+        seen: set[tuple[bytes, str]] = set()
+        with self._database.read() as connection:
+            for job in jobs:
+                extras = extra_by_block(job.extra_keys, job.namespace.block_tokens)
+                for payload in job.payloads:
+                    hash_ = job.hashes[payload.index]
+                    parent = job.hashes[payload.index - 1] if payload.index else ROOT_PARENT
+                    if parent != ROOT_PARENT and parent not in ahead:
+                        row = index.find_block(connection, parent)
+                        if row is None or not row.held:
+                            job.ticket.drop("parent_missing")
+                            break
+                    names = _missing_parts(connection, job, payload, hash_)
+                    names = [name for name in names if (hash_, name) not in seen]
+                    if payload.nbytes > self._limit.block_bytes:
+                        job.ticket.drop("too_large")
+                        break
+                    if names:
+                        seen.update((hash_, name) for name in names)
+                        extra = tuple(extras.get(payload.index, ()))
+                        block = self._encode(job, payload, hash_, parent, extra, names)
+                        staged.append(_Staged(job, payload, block))
+                    ahead.add(hash_)
+        return staged
+
+    def _encode(
+        self,
+        job: PutJob,
+        payload: Payload,
+        hash_: bytes,
+        parent: bytes,
+        extra: tuple[bytes, ...],
+        names: Sequence[str],
+    ) -> ShardBlock:
+        parts = []
+        for name in names:
+            raw = payload.parts[name]
+            stored, codec = self._codec.encode(raw), self._codec.name
+            if stored.nbytes >= raw.nbytes:
+                stored, codec = raw, "raw"
+            checksum = Checksum(hash_, name)
+            checksum.update(stored.data)
+            parts.append(
+                ShardPart(name, codec, stored.nbytes, raw.nbytes, checksum.digest(), stored=stored)
+            )
+        return ShardBlock(
+            hash_,
+            parent,
+            payload.index,
+            job.block_tokens(payload.index),
+            extra,
+            job.origin,
+            job.exact,
+            job.build_digest,
+            tuple(parts),
+        )
+
+    def _lay_out(self, staged: Sequence[_Staged]) -> Iterator[_Shard]:
+        by_namespace: dict[int, list[_Staged]] = {}
+        for item in staged:
+            by_namespace.setdefault(item.job.namespace.id, []).append(item)
+        for namespace_id, items in by_namespace.items():
+            record = items[0].job.record
+            position = 0
+            for run in split_runs([item.block for item in items], self._limit.shard_bytes):
+                buffers, placed, nbytes = encode_shard(record, run)
+                members = items[position : position + len(run)]
+                position += len(run)
+                for member, block in zip(members, placed, strict=True):
+                    member.block = block
+                yield _Shard(namespace_id, record, members, buffers, nbytes)
+
+    # -- files -------------------------------------------------------------------------------
+
+    def _reserve(self, shards: Sequence[_Shard], jobs: Sequence[PutJob]) -> list[_Shard]:
+        """Commit a ``writing`` row per shard, making room first. What finds none is dropped."""
+        reserved: list[_Shard] = []
+        for shard in shards:
+            reason = self._reserve_one(shard, jobs)
+            if reason is None:
+                reserved.append(shard)
+                continue
+            for member in shard.staged:
+                member.job.ticket.drop(reason)
+        return reserved
+
+    def _reserve_one(self, shard: _Shard, jobs: Sequence[PutJob]) -> str | None:
+        if not self._limit.disk_allows(shard.nbytes):
+            return "disk_full"
+        while True:
+            with self._database.write() as connection:
+                excess = self._limit.used(connection) + shard.nbytes - self._limit.max_bytes
+                if excess <= 0:
+                    shard.uuid = self._environment.new_uuid()
+                    (shard.id,) = connection.execute(
+                        index.INSERT_SHARD,
+                        (
+                            shard.uuid,
+                            shard.namespace_id,
+                            self._process_id,
+                            shard.nbytes,
+                            self._environment.now_us(),
+                        ),
+                    ).fetchone()
+                    return None
+                protect = _ancestors(connection, jobs)
+            # Room goes in bigger bites than one shard, so that not every put has to evict.
+            bite = max(excess, min(self._limit.shard_bytes, self._limit.max_bytes // 64))
+            if self._retention.free(bite, protect=protect).freed_bytes < excess:
+                return "limit"
+
+    def _publish(self, shards: Sequence[_Shard], reserved: Sequence[_Shard]) -> list[_Shard]:
+        published: list[_Shard] = []
+        for shard in reserved:
+            try:
+                publish(
+                    self._fs,
+                    temp_path(self._limit.root, shard.uuid),
+                    shard_path(self._limit.root, shard.uuid),
+                    shard.buffers,
+                )
+            except OSError as error:
+                log.warning("shard not written: %s", error.strerror)
+                for member in shard.staged:
+                    member.job.ticket.drop(f"io_error: {error.strerror}")
+                self._abandon([shard])
+                continue
+            published.append(shard)
+        return published
+
+    def _abandon(self, shards: Sequence[_Shard]) -> None:
+        """Remove what a failed commit left; what cannot be removed now is settled at an open."""
+        for shard in shards:
+            try:
+                self._fs.unlink(temp_path(self._limit.root, shard.uuid))
+                self._fs.unlink(shard_path(self._limit.root, shard.uuid))
+            except OSError as error:
+                log.warning("leftover of a failed write stays: %s", error.strerror)
+                continue
+            with self._database.write() as connection:
+                connection.execute(index.DELETE_SHARD, (shard.id,))
+
+
+def _missing_parts(
+    connection: Connection, job: PutJob, payload: Payload, hash_: bytes
+) -> list[str]:
+    """Names of the payload's parts that the store lacks, or must replace by exact ones."""
+    row = index.find_block(connection, hash_)
+    if row is None or _replaces(job, row):
+        return list(payload.parts)
+    if row.state == "live" and row.exact and not job.exact:
+        return []  # inexact logits under an exact row would be sampled from in exact mode
+    have = {part for part, *_ in connection.execute(index.BLOCK_PARTS, (row.id,))}
+    return [name for name in payload.parts if name not in have]
+
+
+def _replaces(job: PutJob, row: index.BlockRow) -> bool:
+    """An exact block replaces its inexact twin, or one of another build."""
+    return job.exact and row.state == "live" and not (row.exact and row.build_id == job.build_id)
+
+
+def _ancestors(connection: Connection, jobs: Sequence[PutJob]) -> set[int]:
+    """Ids of the deepest stored blocks under each job: what its new blocks will stand on."""
+    ids: set[int] = set()
+    for job in jobs:
+        if job.payloads and job.payloads[0].index:
+            row = index.find_block(connection, job.hashes[job.payloads[0].index - 1])
+            if row is not None:
+                ids.add(row.id)
+        for payload in job.payloads:
+            row = index.find_block(connection, job.hashes[payload.index])
+            if row is not None:
+                ids.add(row.id)
+    return ids
+
+
+class _Visible:
+    """Inserts blocks and parts of published shards, parents first, in one transaction."""
+
+    def __init__(self, connection: Connection, now: int, shards: Sequence[_Shard]) -> None:
+        self._connection = connection
+        self._now = now
+        self._tick = index.next_tick(connection)
+        self.counted: list[tuple[Ticket, bool]] = []
+        self.emptied: list[int] = []
+        self._placed: dict[tuple[int, int], tuple[int, ShardBlock]] = {
+            (id(member.job), member.payload.index): (shard.id, member.block)
+            for shard in shards
+            for member in shard.staged
+        }
+
+    def insert(self, jobs: Sequence[PutJob]) -> None:
+        for job in jobs:
+            tip = self._insert_job(job)
+            if job.advance_id is not None and tip is not None:
+                index.move_sequence(self._connection, job.advance_id, tip)
+
+    def _insert_job(self, job: PutJob) -> int | None:
+        tip: int | None = None
+        for payload in job.payloads:
+            found = self._insert_payload(job, payload)
+            if found is None:
+                job.ticket.drop("parent_missing")
+                break
+            tip, stored = found
+            self.counted.append((job.ticket, stored))
+        return tip
+
+    def _insert_payload(self, job: PutJob, payload: Payload) -> tuple[int, bool] | None:
+        """(block id, whether anything was stored), or None when the block cannot stand."""
+        connection, hash_ = self._connection, job.hashes[payload.index]
+        shard_id, block = self._placed.get((id(job), payload.index), (None, None))
+        parent_id: int | None = None
+        if payload.index:
+            parent = index.find_block(connection, job.hashes[payload.index - 1])
+            if parent is None or not parent.held:
+                return None
+            parent_id = parent.id
+        row = index.find_block(connection, hash_)
+        names = {part.part for part in block.parts} if block is not None else set()
+        whole = names.issuperset(job.namespace.layout.required)
+        if row is not None and row.state == "live":
+            if block is not None and _replaces(job, row) and whole:
+                self.emptied += [s for (s,) in connection.execute(index.BLOCK_SHARDS, (row.id,))]
+                connection.execute(index.DELETE_PARTS, (row.id,))
+                connection.execute(
+                    "UPDATE blocks SET exact = 1, build_id = ? WHERE id = ?",
+                    (job.build_id, row.id),
+                )
+            return row.id, self._insert_parts(row.id, shard_id, block)
+        if block is None or not whole:
+            return None
+        tokens = block.tokens.tobytes()
+        extra = encode_extra(block.extra)
+        if row is None:
+            block_id = index.insert_block(
+                connection,
+                hash_=hash_,
+                parent_id=parent_id,
+                namespace_id=job.namespace.id,
+                depth=payload.index,
+                token_count=len(block.tokens),
+                state="live",
+                queue="cold",
+                origin=job.origin,
+                exact=job.exact,
+                build_id=job.build_id,
+                now=self._now,
+                tick=self._tick,
+                tokens=tokens,
+                extra=extra,
+            )
+        else:
+            block_id = row.id
+            retention.readmit(connection, row, self._tick)
+            index.revive_block(connection, row, tokens, extra)
+            connection.execute(
+                "UPDATE blocks SET origin = ?, exact = ?, build_id = ?, created_at = ? "
+                "WHERE id = ?",
+                (job.origin, int(job.exact), job.build_id, self._now, block_id),
+            )
+        index.supersede_tails(
+            connection,
+            parent_id=parent_id,
+            namespace_id=job.namespace.id,
+            token_count=len(block.tokens),
+            tokens=tokens,
+        )
+        self._insert_parts(block_id, shard_id, block)
+        return block_id, True
+
+    def _insert_parts(self, block_id: int, shard_id: int | None, block: ShardBlock | None) -> bool:
+        if block is None or shard_id is None:
+            return False
+        connection = self._connection
+        have = {part for part, *_ in connection.execute(index.BLOCK_PARTS, (block_id,))}
+        rows = [
+            (block_id, p.part, shard_id, p.offset, p.nbytes, p.raw_nbytes, p.codec, p.checksum)
+            for p in block.parts
+            if p.part not in have
+        ]
+        index.insert_parts(connection, rows)
+        return bool(rows)

@@ -1,0 +1,77 @@
+"""Typed errors. Each class carries its exit code; each message is one sentence with a next step."""
+
+from __future__ import annotations
+
+
+class KvdbError(Exception):
+    """Base of every error that kvdb raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(KvdbError):
+    """An argument has a value that kvdb cannot use."""
+
+    exit_code = 2
+
+
+class StoreMissing(KvdbError):
+    """There is no store at the given path."""
+
+    exit_code = 10
+
+
+class StoreLocked(KvdbError):
+    """Another process holds the store exclusively, or exclusive work meets others on it."""
+
+    exit_code = 11
+
+
+class StoreTooNew(KvdbError):
+    """The store was written by a newer kvdb."""
+
+    exit_code = 12
+
+
+class IntegrityError(KvdbError):
+    """Stored bytes or the index are not what they should be."""
+
+    exit_code = 13
+
+
+class StoreUnavailable(IntegrityError):
+    """The store cannot be used now (unwritable folder, no space to open, unreadable index)."""
+
+
+class NotAStore(IntegrityError):
+    """The path holds something that is not a kvdb store."""
+
+
+class StoreReadOnly(KvdbError):
+    """A write was asked of a store that was opened, or can only be opened, for reading."""
+
+
+class StoreClosed(KvdbError):
+    """The store object was closed, or is used in a forked child."""
+
+
+class OutOfSpace(KvdbError):
+    """The disk or the store's own limit leaves no room."""
+
+
+class QuotaExceeded(KvdbError):
+    """A pin or a named sequence would hold more than its tenant may hold."""
+
+
+class QueryError(KvdbError):
+    """An ad-hoc SQL statement is wrong, forbidden, or ran into a limit."""
+
+
+class ModelError(KvdbError):
+    """A model cannot be found, read, or used."""
+
+
+class PromptError(KvdbError):
+    """A prompt is empty or does not fit the model's context."""
+
+    exit_code = 2

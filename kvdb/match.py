@@ -1,0 +1,242 @@
+"""What of a prompt is stored: :class:`Match` and how it is found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvdb import index
+from kvdb.driver import Connection
+from kvdb.identity import ExtraKey, Tokens, chain_hashes, encode_extra, extra_by_block
+from kvdb.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """One key space of an open store."""
+
+    id: int
+    fingerprint: bytes
+    model: str
+    layout: Layout
+    block_tokens: int
+
+
+@dataclass(slots=True)
+class MatchedBlock:
+    """A stored block of the prompt, not to be changed. ``live`` is False for a hole: its payload is
+    gone, or it may not be used in exact mode."""
+
+    id: int
+    hash: bytes
+    index: int
+    start: int
+    token_count: int
+    live: bool
+    exact: bool
+    build_id: int | None
+    parts: dict[str, PartRef]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.token_count
+
+
+class PartRef(NamedTuple):
+    """One part of a block, and the shard row and byte offset where it lay at the match."""
+
+    block_id: int
+    part: str
+    shard_id: int
+    offset: int
+
+
+class SharedTail(NamedTuple):
+    """A stored block whose first ``token_count`` tokens continue the matched blocks."""
+
+    block: MatchedBlock
+    token_count: int
+
+
+@dataclass(frozen=True)
+class Match:
+    """What of ``tokens`` is stored, as of one moment. Hold a lease to keep it.
+
+    ``hashes`` are those of all blocks of the prompt, of which the first ``matched`` are held.
+    ``rows`` are the index's rows of these (see index.CHAIN_PARTS); read ``blocks`` instead.
+    """
+
+    namespace: Namespace
+    tokens: Tokens
+    extra_keys: tuple[ExtraKey, ...]
+    hashes: tuple[bytes, ...]
+    matched: int
+    rows: Sequence[tuple[Any, ...]] = field(repr=False)
+    exact_build: int | None
+    shared: SharedTail | None
+    miss_reason: str | None
+
+    @cached_property
+    def blocks(self) -> tuple[MatchedBlock, ...]:
+        """The matched blocks, root first, holes included."""
+        size, exact_build = self.namespace.block_tokens, self.exact_build
+        blocks: list[MatchedBlock] = []
+        index_, last = self.matched, None
+        for id_, token_count, live, exact, build_id, part, *where in self.rows:
+            if id_ != last:
+                index_ -= 1
+                last = id_
+                usable = live and (exact_build is None or (exact and build_id == exact_build))
+                block = MatchedBlock(
+                    id_,
+                    self.hashes[index_],
+                    index_,
+                    index_ * size,
+                    token_count,
+                    bool(usable),
+                    bool(exact),
+                    build_id,
+                    {},
+                )
+                blocks.append(block)
+            if part is not None:
+                block.parts[part] = PartRef(id_, part, *where)
+        blocks.reverse()
+        return tuple(blocks)
+
+    @property
+    def token_count(self) -> int:
+        """Tokens covered by ``blocks``, holes included."""
+        return min(self.matched * self.namespace.block_tokens, len(self.tokens))
+
+    @cached_property
+    def holes(self) -> tuple[int, ...]:
+        """Indices into ``blocks`` without a usable payload."""
+        return tuple(block.index for block in self.blocks if not block.live)
+
+    @property
+    def live_prefix_tokens(self) -> int:
+        """Tokens of the leading blocks before the first hole."""
+        return self.blocks[self.holes[0]].start if self.holes else self.token_count
+
+    @property
+    def complete(self) -> bool:
+        """True when ``blocks`` cover the whole prompt (holes included)."""
+        return self.matched == len(self.hashes)
+
+    @property
+    def logits(self) -> PartRef | None:
+        """Logits of the prompt's last token, if they are stored."""
+        if not self.blocks or not self.complete or not self.blocks[-1].live:
+            return None
+        return self.blocks[-1].parts.get("logits")
+
+    @property
+    def tip_id(self) -> int | None:
+        """Row id of the deepest matched block."""
+        return self.rows[0][0] if self.rows else None
+
+    @property
+    def tip_hash(self) -> bytes | None:
+        return self.hashes[self.matched - 1] if self.matched else None
+
+
+def find_match(
+    connection: Connection,
+    namespace: Namespace,
+    tokens: Tokens,
+    extra_keys: Sequence[ExtraKey] = (),
+    *,
+    exact_build: int | None = None,
+    share_tail: bool = True,
+) -> Match:
+    """Match ``tokens`` inside one transaction."""
+    hashes = chain_hashes(namespace.fingerprint, tokens, namespace.block_tokens, extra_keys)
+    count, tip_id = index.deepest_held(connection, hashes)
+    rows: list[tuple[Any, ...]] = []
+    if tip_id is not None:
+        rows = connection.execute(index.CHAIN_PARTS, (tip_id,)).fetchall()
+    shared = None
+    if share_tail and exact_build is None and count < len(hashes) and namespace.layout.cuttable:
+        shared = _shared_tail(connection, namespace, tokens, extra_keys, count, tip_id)
+    match = Match(
+        namespace, tokens, tuple(extra_keys), tuple(hashes), count, rows, exact_build, shared, None
+    )
+    reason = _miss_reason(connection, match)
+    return match if reason is None else replace(match, miss_reason=reason)
+
+
+def _shared_tail(
+    connection: Connection,
+    namespace: Namespace,
+    tokens: Tokens,
+    extra_keys: Sequence[ExtraKey],
+    count: int,
+    tip_id: int | None,
+) -> SharedTail | None:
+    """Among the newest children of the last matched block (a full one, since the prompt goes on),
+    the one with the longest common prefix."""
+    start = count * namespace.block_tokens
+    rest = tokens[start : start + namespace.block_tokens]
+    if tip_id is None:
+        rows = connection.execute(index.ROOTS, (namespace.id, index.MAX_SIBLINGS)).fetchall()
+    else:
+        rows = connection.execute(index.CHILDREN, (tip_id, index.MAX_SIBLINGS)).fetchall()
+    if not rows:
+        return None
+    extra = encode_extra(extra_by_block(extra_keys, namespace.block_tokens).get(count, []))
+    best, best_count = None, 0
+    for row in rows:
+        # Another image in the block makes another state; where it lies is not in the hash.
+        if row[7] != extra:
+            continue
+        count = common_prefix(rest, np.frombuffer(row[6], dtype="<u4"))
+        if count > best_count:
+            best, best_count = row, count
+    if best is None:
+        return None
+    id_, hash_, depth, token_count, exact, build_id = best[:6]
+    parts = {row[0]: PartRef(id_, *row) for row in connection.execute(index.BLOCK_PARTS, (id_,))}
+    block = MatchedBlock(id_, hash_, depth, start, token_count, True, bool(exact), build_id, parts)
+    return SharedTail(block, best_count)
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """How many leading tokens are equal."""
+    length = min(len(a), len(b))
+    different = np.flatnonzero(a[:length] != b[:length])
+    return int(different[0]) if len(different) else length
+
+
+def _miss_reason(connection: Connection, match: Match) -> str | None:
+    """Why the prompt is not wholly there; None when it is."""
+    exact_build = match.exact_build
+    unusable = any(
+        not (row[2] and (exact_build is None or (row[3] and row[4] == exact_build)))
+        for row in match.rows
+    )
+    if match.complete and not unusable:
+        return None
+    hole = match.blocks[match.holes[0]] if unusable else None
+    if hole is not None and hole.parts:
+        return "inexact"  # its payload is there, but not computed as exact mode needs it
+    missing = hole.hash if hole is not None else match.hashes[match.matched]
+    evicted = connection.execute(index.LAST_EVICTION, (missing,)).fetchone()
+    if evicted is not None:
+        return str(evicted[0]) if evicted[0] in ("damaged", "missing", "expired") else "evicted"
+    if hole is not None:
+        return "missing"
+    shared = match.shared
+    if shared is not None:
+        return "diverged" if shared.token_count < shared.block.token_count else "not_stored"
+    if match.matched:
+        child = connection.execute(index.ANY_CHILD, (match.tip_id,)).fetchone()
+        return "diverged" if child else "not_stored"
+    live = connection.execute(index.NAMESPACE_BLOCKS, (match.namespace.id,)).fetchone()
+    if live is not None and live[0]:
+        return "diverged"
+    return "new_namespace" if connection.execute(index.ANY_BLOCK).fetchone() else "empty_store"

@@ -1,0 +1,304 @@
+"""Opening a store: folder, locks, index, migrations, settings, recovery."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvdb import driver, recovery
+from kvdb.clock import Environment
+from kvdb.codecs import Codec, get_codec
+from kvdb.commit import Committer
+from kvdb.driver import Database
+from kvdb.durable import FileSystem
+from kvdb.errors import (
+    IntegrityError,
+    NotAStore,
+    StoreLocked,
+    StoreMissing,
+    StoreUnavailable,
+    UsageError,
+)
+from kvdb.limit import Limit, default_max_bytes, default_min_free_bytes
+from kvdb.locks import FileLock, WriterLock
+from kvdb.reader import ShardReader
+from kvdb.retention import Retention
+from kvdb.store import Store
+from kvdb.writer import Writer
+
+FOLDERS = ("shards", "tmp", "processes")
+BACKUP_NAME = "index.backup"
+DEFAULT_SETTINGS = {"history_requests": "100000", "history_evictions": "100000"}
+DEFAULT_QUEUE_BYTES = 256 << 20
+LOCK_WAIT_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to open a store; see :func:`open_store`."""
+
+    create: bool = True
+    read_only: bool = False
+    max_bytes: int | None = None
+    min_free_bytes: int | None = None
+    durability: str = "process"
+    codec: str = "raw"
+    queue_bytes: int = DEFAULT_QUEUE_BYTES
+    program: str = "python"
+
+
+def open_store(
+    path: str | os.PathLike[str],
+    options: Options,
+    *,
+    fs: FileSystem | None = None,
+    environment: Environment | None = None,
+) -> Store:
+    """Open or create the store at ``path``.
+
+    Raises StoreMissing (nothing there and ``create`` is False), NotAStore, StoreTooNew,
+    StoreLocked, IntegrityError (damaged index), StoreUnavailable (folder or disk in the way).
+    """
+    root = Path(path).absolute()
+    environment = environment or Environment()
+    if options.durability not in ("process", "power"):
+        raise UsageError(f"durability must be process or power, not {options.durability!r}.")
+    codec = get_codec(options.codec)
+    if options.read_only:
+        return _open_read_only(root, environment)
+    fs = fs or FileSystem(full=options.durability == "power")
+    try:
+        _prepare_folder(root, options.create)
+        store_lock = share_store(root)
+        try:
+            return _open_writable(root, options, fs, environment, codec, store_lock)
+        except BaseException:
+            store_lock.release()
+            raise
+    except OSError as error:
+        raise StoreUnavailable(
+            f"The store at {root} cannot be used: {error.strerror or error}."
+        ) from error
+
+
+def _open_writable(
+    root: Path,
+    options: Options,
+    fs: FileSystem,
+    environment: Environment,
+    codec: Codec,
+    store_lock: FileLock,
+) -> Store:
+    if not (root / driver.INDEX_NAME).exists() and has_shards(root):
+        raise IntegrityError(
+            f"The index of {root} is missing but its shards are there; run kvdb rebuild."
+        )
+    writer_lock = WriterLock(root / "writer.lock")
+    database = Database(
+        root / driver.INDEX_NAME, writer_lock=writer_lock, durability=options.durability
+    )
+    process_lock: FileLock | None = None
+    try:
+        _create(database, writer_lock, root)
+        limit = _limit(database, root, options)
+        uuid = environment.new_uuid()
+        process_lock = FileLock(recovery.process_lock_path(root, uuid))
+        process_lock.acquire()
+        process_id = recovery.register(
+            database, uuid, os.getpid(), options.program, environment.now_us()
+        )
+        recovery.settle(database, fs, root, process_id)
+    except BaseException:
+        database.close()
+        writer_lock.close()
+        if process_lock is not None:
+            process_lock.release()
+        raise
+    reader = ShardReader(root)
+    retention = Retention(database, limit, reader, fs, environment)
+    committer = Committer(database, limit, retention, fs, environment, codec, process_id)
+    writer = Writer(
+        committer.commit, queue_bytes=options.queue_bytes, group_bytes=limit.shard_bytes
+    )
+    return Store(
+        root,
+        database,
+        limit,
+        reader,
+        fs,
+        environment,
+        retention=retention,
+        writer=writer,
+        process_id=process_id,
+        locks=(store_lock, writer_lock),
+        process_lock=process_lock,
+        durability=options.durability,
+    )
+
+
+def _open_read_only(root: Path, environment: Environment) -> Store:
+    if not root.is_dir():
+        raise StoreMissing(f"There is no kvdb store at {root}.")
+    database = Database(root / driver.INDEX_NAME, writer_lock=None)
+    lock: FileLock | None = None
+    try:
+        try:
+            lock = share_store(root)
+        except OSError:
+            lock = None  # an unwritable folder: nobody can migrate or rebuild it either
+        version = database.open()
+        if version < driver.latest_version():
+            raise StoreUnavailable(
+                f"The store at {root} has the older schema {version}; run kvdb migrate."
+            )
+        limit = _limit(database, root, Options())
+    except BaseException:
+        database.close()
+        if lock is not None:
+            lock.release()
+        raise
+    return Store(
+        root,
+        database,
+        limit,
+        ShardReader(root),
+        FileSystem(),
+        environment,
+        locks=() if lock is None else (lock,),
+        durability="process",
+    )
+
+
+def _prepare_folder(root: Path, create: bool) -> None:
+    if root.exists() and not root.is_dir():
+        raise NotAStore(f"{root} is a file, not a kvdb store.")
+    known = (root / driver.INDEX_NAME).exists() or (root / "shards").is_dir()
+    if not known:
+        if not create:
+            raise StoreMissing(f"There is no kvdb store at {root}.")
+        if root.is_dir() and any(root.iterdir()):
+            raise NotAStore(f"{root} is a folder with other files in it, not a kvdb store.")
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name in FOLDERS:
+        (root / name).mkdir(mode=0o700, exist_ok=True)
+
+
+def share_store(root: Path) -> FileLock:
+    """Hold ``store.lock`` shared. Raises StoreLocked while another process has it exclusively."""
+    return _lock_store(root, shared=True)
+
+
+def claim_store(root: Path) -> FileLock:
+    """Hold ``store.lock`` exclusively; to be taken before any shared hold of this process.
+
+    Raises StoreLocked while any other process, or another Store object, uses the store.
+    """
+    return _lock_store(root, shared=False)
+
+
+def _lock_store(root: Path, *, shared: bool) -> FileLock:
+    lock = FileLock(root / "store.lock")
+    if lock.acquire(shared=shared, blocking=False):
+        return lock
+    # flock has no time-out: a helper thread waits for it, fairly queued, and gives it up if late.
+    acquired = threading.Event()
+    abandoned = threading.Event()
+
+    def wait() -> None:
+        lock.acquire(shared=shared)
+        acquired.set()
+        if abandoned.is_set():
+            lock.release()
+
+    if shared:
+        threading.Thread(target=wait, name="kvdb-store-lock", daemon=True).start()
+        if acquired.wait(LOCK_WAIT_SECONDS):
+            return lock
+        abandoned.set()
+    raise StoreLocked(
+        f"The store at {root} is "
+        + ("being migrated or rebuilt" if shared else "in use by another process")
+        + "; try again when that is done."
+    )
+
+
+def has_shards(root: Path) -> bool:
+    """True when any shard file lies under ``shards/``; looks no further than the first."""
+    shards = root / "shards"
+    return shards.is_dir() and any(
+        file.suffix == ".safetensors"
+        for folder in shards.iterdir()
+        if folder.is_dir()
+        for file in folder.iterdir()
+    )
+
+
+def _create(database: Database, writer_lock: WriterLock, root: Path) -> None:
+    with writer_lock.hold():
+        # Racing first openers queue here; the losers find the schema made.
+        version = database.open()
+        if version == 0:
+            database.migrate()
+            version = driver.latest_version()
+    if version < driver.latest_version():
+        raise StoreUnavailable(
+            f"The store at {root} has the older schema {version}; run kvdb migrate."
+        )
+
+
+def _limit(database: Database, root: Path, options: Options) -> Limit:
+    """The limits given now, else the remembered ones, else the defaults. Given ones are kept."""
+    with database.read() as connection:
+        settings = dict(connection.execute("SELECT key, value FROM settings").fetchall())
+    given = {"max_bytes": options.max_bytes, "min_free_bytes": options.min_free_bytes}
+    changed = {
+        key: str(value)
+        for key, value in given.items()
+        if value is not None and settings.get(key) != str(value)
+    }
+    missing = {k: v for k, v in DEFAULT_SETTINGS.items() if k not in settings}
+    settings.update(changed)
+    try:
+        limit = Limit(
+            root,
+            int(settings.get("max_bytes", default_max_bytes(root))),
+            int(settings.get("min_free_bytes", default_min_free_bytes(root))),
+        )
+    except ValueError as error:
+        raise IntegrityError(f"A stored limit is not a number: {error}.") from error
+    if (changed or missing) and not database.read_only:
+        with database.write() as connection:
+            connection.executemany(
+                "INSERT OR REPLACE INTO settings (key, value) VALUES (?, ?)",
+                list({**missing, **changed}.items()),
+            )
+    return limit
+
+
+def migrate_store(path: str | os.PathLike[str]) -> list[str]:
+    """Bring an old store's schema up to date, alone on the store. Returns the migrations applied.
+
+    Raises StoreMissing, NotAStore, StoreTooNew, StoreLocked.
+    """
+    root = Path(path).absolute()
+    if not (root / driver.INDEX_NAME).exists():
+        raise StoreMissing(f"There is no kvdb store at {root}.")
+    lock = claim_store(root)
+    try:
+        writer_lock = WriterLock(root / "writer.lock")
+        database = Database(root / driver.INDEX_NAME, writer_lock=writer_lock)
+        try:
+            with writer_lock.hold():
+                version = database.open()
+                if version == driver.latest_version():
+                    return []
+                if version:
+                    database.backup_to(root / BACKUP_NAME)
+                return database.migrate()
+        finally:
+            database.close()
+            writer_lock.close()
+    finally:
+        lock.release()

@@ -1,0 +1,266 @@
+"""Reads parts from shards with preadv, straight into the caller's buffers, checksums verified.
+
+Payloads are never mapped: a truncated mapping kills the process, a short read is only a miss.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdb.codecs import get_codec
+from kvdb.durable import IOV_MAX
+from kvdb.errors import IntegrityError, UsageError
+from kvdb.identity import Checksum
+from kvdb.layout import PartSpec
+from kvdb.shards import shard_path
+
+Bytes = npt.NDArray[np.uint8]
+# Per layer, per tensor, an array with the token axis at least as long as what is read into it.
+PartBuffers = Sequence[Sequence[npt.NDArray[Any]]]
+MAX_OPEN_SHARDS = 64
+
+
+class Location(NamedTuple):
+    """Where one part of one block lies."""
+
+    block_id: int
+    hash: bytes
+    part: str
+    shard: str
+    offset: int
+    nbytes: int
+    raw_nbytes: int
+    codec: str
+    checksum: bytes
+
+
+class Damaged(Exception):
+    """Stored bytes are missing, short or wrong. Internal: readers turn it into a miss."""
+
+
+class _OpenShard:
+    """A descriptor with the parts verified through it; ``signature`` tells whether the file
+    changed since."""
+
+    __slots__ = ("fd", "signature", "users", "verified")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.users = 0
+        self.signature = _signature(fd)
+        self.verified: set[int] = set()
+
+
+def _signature(fd: int) -> tuple[int, int, int]:
+    status = os.fstat(fd)
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size
+
+
+class ShardReader:
+    """Reads parts of published shards. Thread-safe; keeps at most 64 descriptors.
+
+    A part's checksum is verified on its first read in this process, and again if its file changed.
+    """
+
+    def __init__(self, root: Path, *, max_open: int = MAX_OPEN_SHARDS) -> None:
+        self._root = root
+        self._max_open = max_open
+        self._open: OrderedDict[str, _OpenShard] = OrderedDict()
+        self._verified: dict[str, tuple[tuple[int, int, int], set[int]]] = {}
+        self._mutex = threading.Lock()
+
+    def read_into(
+        self,
+        location: Location,
+        spec: PartSpec,
+        into: PartBuffers,
+        start: int,
+        tokens: int,
+        stored_tokens: int,
+    ) -> None:
+        """Write the first ``tokens`` tokens of a part to token positions ``start`` … of ``into``.
+
+        ``stored_tokens`` is the block's token count. Raises Damaged; then the buffers hold
+        anything at these positions. Raises UsageError when a buffer does not fit the layout.
+        """
+        if location.codec == "raw" and tokens == stored_tokens:
+            runs = list(_runs(spec, into, start, tokens))
+            self._read_runs(location, runs)
+            return
+        raw = self.read(location)
+        _scatter(raw, spec, into, start, tokens, stored_tokens)
+
+    def read(self, location: Location) -> Bytes:
+        """The raw bytes of a part (1-D uint8). Raises Damaged."""
+        stored = np.empty(location.nbytes, dtype=np.uint8)
+        self._read_runs(location, [stored.data])
+        try:
+            return get_codec(location.codec).decode(stored, location.raw_nbytes)
+        except (IntegrityError, UsageError) as error:
+            raise Damaged(str(error)) from error
+
+    def read_fresh(self, location: Location) -> None:
+        """Check a part's bytes on disk now, whatever was verified before. Raises Damaged."""
+        self.forget(location.shard)
+        self.read(location)
+
+    def _read_runs(self, location: Location, runs: list[memoryview]) -> None:
+        if sum(map(len, runs)) != location.nbytes:
+            raise Damaged(f"part has {location.nbytes} bytes, not what its layout says")
+        with self._descriptor(location.shard) as shard:
+            if location.offset in shard.verified:
+                _preadv(shard.fd, location.offset, runs)
+                return
+            _preadv(shard.fd, location.offset, runs)
+            checksum = Checksum(location.hash, location.part)
+            for run in runs:
+                checksum.update(run)
+            if checksum.digest() != location.checksum:
+                raise Damaged("checksum mismatch")
+            shard.verified.add(location.offset)
+
+    @contextmanager
+    def _descriptor(self, uuid: str) -> Iterator[_OpenShard]:
+        with self._mutex:
+            shard = self._open.get(uuid)
+            if shard is None:
+                shard = self._open_shard(uuid)
+            else:
+                self._open.move_to_end(uuid)
+                signature = _signature(shard.fd)
+                if signature != shard.signature:
+                    shard.signature = signature
+                    shard.verified.clear()
+            shard.users += 1
+        try:
+            yield shard
+        finally:
+            with self._mutex:
+                shard.users -= 1
+                if shard.users == 0 and self._open.get(uuid) is not shard:
+                    os.close(shard.fd)
+
+    def _open_shard(self, uuid: str) -> _OpenShard:
+        path = shard_path(self._root, uuid)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise Damaged(f"shard cannot be opened: {error.strerror}") from error
+        shard = _OpenShard(fd)
+        kept = self._verified.pop(uuid, None)
+        if kept is not None and kept[0] == shard.signature:
+            shard.verified = kept[1]
+        self._open[uuid] = shard
+        while len(self._open) > self._max_open:
+            self._close_oldest()
+        return shard
+
+    def _close_oldest(self) -> None:
+        uuid, shard = self._open.popitem(last=False)
+        self._verified[uuid] = (shard.signature, shard.verified)
+        if shard.users == 0:
+            os.close(shard.fd)
+
+    def forget(self, uuid: str) -> None:
+        """Close a shard's descriptor: its row is gone."""
+        with self._mutex:
+            self._verified.pop(uuid, None)
+            shard = self._open.pop(uuid, None)
+            if shard is not None and shard.users == 0:
+                os.close(shard.fd)
+
+    def close(self) -> None:
+        with self._mutex:
+            while self._open:
+                self._close_oldest()
+            self._verified.clear()
+
+
+def _preadv(fd: int, offset: int, runs: list[memoryview]) -> None:
+    """Fill every run from ``offset`` on; short reads are resumed. Raises Damaged at end of file."""
+    index = 0
+    while index < len(runs):
+        batch = runs[index : index + IOV_MAX]
+        index += len(batch)
+        while batch:
+            try:
+                count = os.preadv(fd, batch, offset)
+            except OSError as error:
+                raise Damaged(f"shard cannot be read: {error.strerror}") from error
+            if count == 0 and any(map(len, batch)):
+                raise Damaged("shard is shorter than its index says")
+            offset += count
+            done = 0
+            while done < len(batch) and count >= len(batch[done]):
+                count -= len(batch[done])
+                done += 1
+            del batch[:done]
+            if batch and count:
+                batch[0] = batch[0][count:]
+
+
+def _runs(spec: PartSpec, into: PartBuffers, start: int, tokens: int) -> Iterator[memoryview]:
+    """Contiguous destination runs of a part, in stored order: layers × tensors × outer axes."""
+    if len(into) != len(spec.layers):
+        raise UsageError(f"Part {spec.name!r} has {len(spec.layers)} layers, not {len(into)}.")
+    for layer in into:
+        for tensor, array in zip(spec.tensors, layer, strict=True):
+            flat, outer, capacity, inner = _strides(tensor, array, start + tokens)
+            if capacity == 0:
+                yield flat
+                continue
+            for row in range(outer):
+                begin = (row * capacity + start) * inner
+                yield flat[begin : begin + tokens * inner]
+
+
+def _strides(tensor: Any, array: npt.NDArray[Any], needed: int) -> tuple[memoryview, int, int, int]:
+    """(flat bytes, outer rows, token capacity, bytes per token and row); capacity 0 means that
+    the tensor has no token axis."""
+    axis = tensor.token_axis
+    capacity = 0 if axis is None else array.shape[axis]
+    if (
+        array.dtype.itemsize != tensor.numpy_dtype.itemsize
+        or not array.flags.c_contiguous
+        or array.shape != tensor.full_shape(capacity)
+        or (axis is not None and capacity < needed)
+    ):
+        raise UsageError(
+            f"Buffer for {tensor.name!r} must be C-contiguous {tensor.dtype} of shape "
+            f"{tensor.full_shape(needed)} or longer, not {array.dtype} {array.shape}."
+        )
+    flat = array.reshape(-1).view(np.uint8).data
+    if axis is None:
+        return flat, 1, 0, len(flat)
+    outer = 1
+    for dimension in array.shape[:axis]:
+        outer *= dimension
+    return flat, outer, capacity, len(flat) // (outer * capacity)
+
+
+def _scatter(
+    raw: Bytes, spec: PartSpec, into: PartBuffers, start: int, tokens: int, stored_tokens: int
+) -> None:
+    """Copy the first ``tokens`` of ``stored_tokens`` tokens of decoded bytes into place."""
+    position = 0
+    view = raw.data
+    for layer in into:
+        for tensor, array in zip(spec.tensors, layer, strict=True):
+            flat, outer, capacity, inner = _strides(tensor, array, start + tokens)
+            if capacity == 0:
+                flat[:] = view[position : position + len(flat)]
+                position += len(flat)
+                continue
+            for row in range(outer):
+                begin = (row * capacity + start) * inner
+                flat[begin : begin + tokens * inner] = view[position : position + tokens * inner]
+                position += stored_tokens * inner

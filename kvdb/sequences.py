@@ -1,0 +1,179 @@
+"""Sequences: a name or a running request that holds one block, its tip, and so its whole chain.
+
+A fork is one row. Growing a tail that others share makes a new block and leaves the old one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdb import index
+from kvdb.errors import IntegrityError, StoreMissing, UsageError
+from kvdb.identity import Tokens, as_tokens
+from kvdb.match import Match, MatchedBlock, Namespace
+from kvdb.writer import Payload, PutResult
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from kvdb.store import Store
+
+SEQUENCE_TOKENS = """
+WITH RECURSIVE chain (id, parent_id, depth) AS (
+    SELECT id, parent_id, depth FROM blocks WHERE id = ?
+    UNION ALL
+    SELECT b.id, b.parent_id, b.depth FROM chain JOIN blocks AS b ON b.id = chain.parent_id
+)
+SELECT t.tokens FROM chain LEFT JOIN block_tokens AS t ON t.block_id = chain.id ORDER BY depth
+"""
+
+
+class Sequence:
+    """A handle on one row of ``sequences``. Not safe to use from two threads at once."""
+
+    def __init__(self, store: Store, namespace: Namespace, id_: int, name: str | None) -> None:
+        self._store = store
+        self.namespace = namespace
+        self.id = id_
+        self.name = name
+
+    @property
+    def tip_hash(self) -> bytes | None:
+        """Hash of the held block; None for an empty sequence. Raises StoreMissing once dropped."""
+        with self._store.database.read() as connection:
+            row = connection.execute(
+                "SELECT b.hash FROM sequences AS s LEFT JOIN blocks AS b ON b.id = s.tip_id "
+                "WHERE s.id = ?",
+                (self.id,),
+            ).fetchone()
+        if row is None:
+            raise StoreMissing(f"The sequence {self.name or self.id} was dropped.")
+        return None if row[0] is None else bytes(row[0])
+
+    def tokens(self) -> Tokens:
+        """All token ids from the root to the tip."""
+        with self._store.database.read() as connection:
+            (tip,) = connection.execute(index.SEQUENCE_TIP, (self.id,)).fetchone()
+            rows = connection.execute(SEQUENCE_TOKENS, (tip,)).fetchall()
+        if any(row[0] is None for row in rows):
+            raise IntegrityError("A held block has lost its tokens; run kvdb verify --repair.")
+        return as_tokens(np.frombuffer(b"".join(row[0] for row in rows), dtype="<u4"))
+
+    def advance(self, tip_hash: bytes) -> None:
+        """Hold another block, which must be held now, instead of the present tip."""
+        with self._store.database.write() as connection:
+            row = index.find_block(connection, tip_hash)
+            if row is None or not row.held:
+                raise StoreMissing("The block to advance to is not in the store.")
+            index.move_sequence(connection, self.id, row.id)
+
+    def fork(self, name: str | None = None) -> Sequence:
+        """Another sequence on the same tip. Without a name it lives as long as this process."""
+        return self._store.sequence(self.namespace, self.tip_hash, name=name)
+
+    def append(self, tokens: Items[int], parts: Mapping[str, npt.NDArray[np.uint8]]) -> PutResult:
+        """Grow by ``tokens``, whose state is given per required part as raw bytes for just these
+        tokens. A short tail is read, joined with them and stored as a new block; waits until it
+        is durable. Raises IntegrityError when the tail's payload is gone."""
+        new = as_tokens(tokens)
+        old = self.tokens()
+        size = self.namespace.block_tokens
+        first = len(old) // size
+        tail_tokens = len(old) % size
+        joined = self._join_tail(old, tail_tokens, new, parts)
+        every = np.concatenate([old, new])
+        payloads = []
+        for block in range(first, -(-len(every) // size)):
+            begin = block * size - (len(old) - tail_tokens)
+            end = min(begin + size, tail_tokens + len(new))
+            payloads.append(
+                Payload(
+                    block,
+                    {
+                        name: spec.pack(
+                            [
+                                [
+                                    np.take(array, range(begin, end), axis=tensor.token_axis)
+                                    for array, tensor in zip(layer, spec.tensors, strict=True)
+                                ]
+                                for layer in joined[name]
+                            ]
+                        )
+                        for name, spec in self._required()
+                    },
+                )
+            )
+        return self._store.put(
+            self.namespace, every, payloads, origin="decode", advance=self
+        ).wait()
+
+    def _required(self) -> list[tuple[str, Any]]:
+        layout = self.namespace.layout
+        if any(not layout.by_name[name].cuttable for name in layout.required):
+            raise UsageError("Only state that is cut along tokens can be appended to.")
+        return [(name, layout.by_name[name]) for name in layout.required]
+
+    def _join_tail(
+        self, old: Tokens, tail_tokens: int, new: Tokens, parts: Mapping[str, npt.NDArray[np.uint8]]
+    ) -> dict[str, list[list[npt.NDArray[Any]]]]:
+        block: MatchedBlock | None = None
+        if tail_tokens:
+            match = self._store.match(self.namespace, old, share_tail=False)
+            block = match.blocks[-1] if match.complete else None
+            if block is None or not block.live:
+                raise IntegrityError("The tail's payload is gone; recompute it and put it again.")
+        joined: dict[str, list[list[npt.NDArray[Any]]]] = {}
+        for name, spec in self._required():
+            if name not in parts or parts[name].nbytes != spec.nbytes(len(new)):
+                raise UsageError(f"Part {name!r} must hold {spec.nbytes(len(new))} bytes.")
+            fresh = spec.views(parts[name], len(new))
+            if block is None:
+                joined[name] = fresh
+                continue
+            raw = self._store.read_part(block.parts[name])
+            if raw is None:
+                raise IntegrityError("The tail's payload is damaged; compute it and put it again.")
+            stored = spec.views(raw, tail_tokens)
+            joined[name] = [
+                [
+                    np.concatenate([a, b], axis=t.token_axis)
+                    for a, b, t in zip(before, after, spec.tensors, strict=True)
+                ]
+                for before, after in zip(stored, fresh, strict=True)
+            ]
+        return joined
+
+    def drop(self) -> None:
+        """Let go of the chain. Blocks stay until they are evicted. Quiet when done before."""
+        with self._store.database.write() as connection:
+            index.drop_sequence(connection, self.id)
+
+
+@dataclass(slots=True)
+class Lease:
+    """A match whose blocks cannot be evicted until it is released (or this process dies)."""
+
+    match: Match
+    sequence: Sequence | None
+
+    def release(self) -> None:
+        if self.sequence is not None:
+            sequence, self.sequence = self.sequence, None
+            sequence.drop()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()

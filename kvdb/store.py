@@ -1,0 +1,467 @@
+"""Store: the facade that ties index, shards, writer and retention together."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvdb import index, recovery, retention
+from kvdb.builds import Build, find_or_add_build, set_verdict
+from kvdb.check.verify import VerifyReport, verify_store
+from kvdb.clock import Environment
+from kvdb.damage import report_damage
+from kvdb.driver import Database
+from kvdb.durable import FileSystem
+from kvdb.errors import StoreClosed, StoreMissing, StoreReadOnly, UsageError
+from kvdb.history import RequestRecord, insert_request
+from kvdb.identity import (
+    DEFAULT_BLOCK_TOKENS,
+    ExtraKey,
+    ModelIdentity,
+    as_tokens,
+    chain_hashes,
+    namespace_fingerprint,
+)
+from kvdb.info import StoreInfo, collect_info
+from kvdb.layout import Layout
+from kvdb.limit import Limit
+from kvdb.locks import FileLock, WriterLock
+from kvdb.match import Match, Namespace, PartRef, find_match
+from kvdb.reader import Damaged, Location, PartBuffers, ShardReader
+from kvdb.restore import ReadResult, read_match
+from kvdb.retention import EvictionReport, Retention
+from kvdb.sandbox import SqlResult, run_sql
+from kvdb.sequences import Lease, Sequence
+from kvdb.shards import NamespaceRecord
+from kvdb.writer import Payload, PutJob, Ticket, Writer, check_payloads
+
+TokenIds = Items[int] | npt.NDArray[np.integer]
+
+
+class Store:
+    """An open store. Make one with :func:`kvdb.open`; safe to use from several threads.
+
+    Everything it returns is a value; what is stored changes only through it. A store opened for
+    reading has no writer: writing verbs raise StoreReadOnly.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        database: Database,
+        limit: Limit,
+        reader: ShardReader,
+        fs: FileSystem,
+        environment: Environment,
+        *,
+        locks: tuple[FileLock | WriterLock, ...],
+        durability: str,
+        retention: Retention | None = None,
+        writer: Writer | None = None,
+        process_id: int | None = None,
+        process_lock: FileLock | None = None,
+    ) -> None:
+        self.path = path
+        self.database = database
+        self.limit = limit
+        self.durability = durability
+        self.environment = environment
+        self.fs = fs
+        self.reader = reader
+        self._retention = retention
+        self._writer = writer
+        self._process_id = process_id
+        self._process_lock = process_lock
+        self._locks = locks
+        self._records: dict[int, NamespaceRecord] = {}
+        self._builds: dict[int, str] = {}
+        self._closed = False
+        self._closing = threading.Lock()
+
+    # -- life --------------------------------------------------------------------------------
+
+    @property
+    def read_only(self) -> bool:
+        return self._writer is None
+
+    def close(self) -> None:
+        """Make everything queued durable, release what this process holds, close. Idempotent."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        try:
+            if self._writer is not None:
+                self._writer.close()
+            if self._process_id is not None and self._process_lock is not None:
+                recovery.deregister(self.database, self._process_lock, self._process_id)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self.reader.close()
+        self.database.close()
+        for lock in reversed(self._locks):
+            lock.close() if isinstance(lock, WriterLock) else lock.release()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until all puts and records made before are durable; False on time-out."""
+        return True if self._writer is None else self._writer.flush(timeout)
+
+    def _require_writer(self) -> Writer:
+        if self._closed:
+            raise StoreClosed("This store object is closed.")
+        if self._writer is None:
+            raise StoreReadOnly(f"The store at {self.path} is open for reading only.")
+        return self._writer
+
+    def require_retention(self) -> Retention:
+        if self._require_writer() and self._retention is not None:
+            return self._retention
+        raise StoreReadOnly(f"The store at {self.path} is open for reading only.")
+
+    # -- namespaces and builds ---------------------------------------------------------------
+
+    def namespace(
+        self,
+        identity: ModelIdentity,
+        layout: Layout,
+        *,
+        model: str = "",
+        block_tokens: int = DEFAULT_BLOCK_TOKENS,
+        salt: bytes = b"",
+        build: str | None = None,
+    ) -> Namespace:
+        """The key space of a model with a cache layout; made when it is new.
+
+        ``model`` is a name for people and takes no part in identity. On a read-only store a new
+        namespace raises StoreMissing. Raises UsageError for a bad ``block_tokens``.
+        """
+        fingerprint = namespace_fingerprint(identity, layout, block_tokens, salt, build)
+        record = NamespaceRecord(fingerprint, model, identity, layout, block_tokens, salt, build)
+        if self.read_only:
+            with self.database.read() as connection:
+                row = connection.execute(index.FIND_NAMESPACE, (fingerprint,)).fetchone()
+            if row is None:
+                raise StoreMissing("The store holds nothing of this model and layout.")
+            id_ = int(row[0])
+        else:
+            with self.database.write() as connection:
+                id_ = index.ensure_namespace(connection, record, self.environment.now_us())
+        self._records[id_] = record
+        return Namespace(id_, fingerprint, model, layout, block_tokens)
+
+    def namespaces(self) -> list[Namespace]:
+        """All namespaces of the store."""
+        with self.database.read() as connection:
+            rows = connection.execute(
+                "SELECT id, fingerprint, model, layout, block_tokens FROM namespaces ORDER BY id"
+            ).fetchall()
+        return [Namespace(i, f, m, Layout.from_json(la), b) for i, f, m, la, b in rows]
+
+    def _record(self, namespace: Namespace) -> NamespaceRecord:
+        record = self._records.get(namespace.id)
+        if record is None:
+            with self.database.read() as connection:
+                row = connection.execute(
+                    "SELECT model, identity, salt, build FROM namespaces WHERE id = ?",
+                    (namespace.id,),
+                ).fetchone()
+            if row is None:
+                raise UsageError("The namespace belongs to another store.")
+            record = NamespaceRecord(
+                namespace.fingerprint,
+                row[0],
+                ModelIdentity.from_json(row[1]),
+                namespace.layout,
+                namespace.block_tokens,
+                row[2],
+                row[3],
+            )
+            self._records[namespace.id] = record
+        return record
+
+    def build(self, namespace: Namespace, digest: str, description: Mapping[str, Any]) -> Build:
+        """The row of a build (code and hardware) in a namespace; the first build of an empty
+        namespace is compatible at once, any other starts unchecked."""
+        with self.database.write() as connection:
+            build = find_or_add_build(
+                connection,
+                namespace.id,
+                digest,
+                json.dumps(dict(description), sort_keys=True),
+                self.environment.now_us(),
+            )
+        self._builds[build.id] = digest
+        return build
+
+    def set_verdict(self, build: Build, compatible: bool, difference: float) -> Build:
+        """Remember what the one-block check of a build measured (max relative difference)."""
+        with self.database.write() as connection:
+            return set_verdict(connection, build, compatible, difference)
+
+    # -- look up and read --------------------------------------------------------------------
+
+    def match(
+        self,
+        namespace: Namespace,
+        tokens: TokenIds,
+        *,
+        extra_keys: Items[ExtraKey] = (),
+        exact_build: int | None = None,
+        share_tail: bool = True,
+    ) -> Match:
+        """What of ``tokens`` is stored. With ``exact_build`` only exact blocks of that build are
+        usable, and no tail is shared."""
+        with self.database.read() as connection:
+            return find_match(
+                connection,
+                namespace,
+                as_tokens(tokens),
+                extra_keys,
+                exact_build=exact_build,
+                share_tail=share_tail,
+            )
+
+    def lease(
+        self,
+        namespace: Namespace,
+        tokens: TokenIds,
+        *,
+        extra_keys: Items[ExtraKey] = (),
+        exact_build: int | None = None,
+        share_tail: bool = True,
+        tenant: str = "",
+    ) -> Lease:
+        """A match whose blocks are held by a running sequence of this process. On a read-only
+        store nothing is held, and a block may vanish before it is read."""
+        array = as_tokens(tokens)
+        if self._writer is None:
+            match = self.match(
+                namespace,
+                array,
+                extra_keys=extra_keys,
+                exact_build=exact_build,
+                share_tail=share_tail,
+            )
+            return Lease(match, None)
+        with self.database.write() as connection:
+            match = find_match(
+                connection,
+                namespace,
+                array,
+                extra_keys,
+                exact_build=exact_build,
+                share_tail=share_tail,
+            )
+            tip = match.tip_id
+            if match.shared is not None:
+                tip = match.shared.block.id  # holds the matched blocks too: it stands on them
+            sequence_id = index.add_sequence(
+                connection,
+                name=None,
+                namespace_id=namespace.id,
+                tip_id=tip,
+                process_id=self._process_id,
+                tenant=tenant,
+                expires_at=None,
+                now=self.environment.now_us(),
+            )
+        return Lease(match, Sequence(self, namespace, sequence_id, None))
+
+    def read(
+        self,
+        match: Match,
+        into: Mapping[str, PartBuffers],
+        *,
+        blocks: Items[int] | None = None,
+        shared: bool = True,
+    ) -> ReadResult:
+        """Read matched blocks' token-cut parts into given buffers, in one pass, verified.
+
+        ``into`` maps part names to arrays ``[layer][tensor]`` of the layout's dtype and shape with
+        a token axis of any sufficient length; a block lands at its own token positions. ``blocks``
+        chooses block indices (default: all live ones). What cannot be read is in the result, and
+        already dropped from the index.
+        """
+        return read_match(self, match, into, blocks, shared)
+
+    def read_part(self, part: PartRef) -> npt.NDArray[np.uint8] | None:
+        """The raw bytes of one part, verified; None when it is gone or damaged."""
+        location = self.locate([part.block_id]).get((part.block_id, part.part))
+        for _ in range(2):
+            if location is None:
+                return None
+            try:
+                return self.reader.read(location)
+            except Damaged as damage:
+                location = self.report_damage(location, str(damage))
+        return None
+
+    def locate(self, block_ids: Items[int]) -> dict[tuple[int, str], Location]:
+        """Where the parts of some blocks lie now, by (block id, part name)."""
+        with self.database.read() as connection:
+            return index.locations(connection, block_ids)
+
+    def report_damage(self, location: Location, detail: str) -> Location | None:
+        """See :func:`kvdb.damage.report_damage`."""
+        return report_damage(self, location, detail)
+
+    # -- put ---------------------------------------------------------------------------------
+
+    def put(
+        self,
+        namespace: Namespace,
+        tokens: TokenIds,
+        payloads: Items[Payload],
+        *,
+        extra_keys: Items[ExtraKey] = (),
+        origin: str = "prefill",
+        exact: bool = False,
+        build_id: int | None = None,
+        advance: Sequence | None = None,
+    ) -> Ticket:
+        """Store blocks of one chain, in the background. ``tokens`` is the whole prefix to the end
+        of the last payload's block. Raises UsageError for a payload that does not fit the layout;
+        what cannot be stored is said by the ticket."""
+        writer = self._require_writer()
+        array = as_tokens(tokens)
+        check_payloads(namespace, len(array), payloads)
+        hashes = chain_hashes(namespace.fingerprint, array, namespace.block_tokens, extra_keys)
+        ticket = Ticket(len(payloads))
+        job = PutJob(
+            namespace,
+            self._record(namespace),
+            hashes,
+            array,
+            tuple(extra_keys),
+            tuple(payloads),
+            origin,
+            exact,
+            build_id,
+            None if build_id is None else self._builds.get(build_id),
+            None if advance is None else advance.id,
+            ticket,
+        )
+        dropped = writer.submit(job)
+        if dropped:
+            writer.submit_task(lambda connection: index.bump(connection, "blocks_dropped", dropped))
+        return ticket
+
+    # -- sequences ---------------------------------------------------------------------------
+
+    def sequence(
+        self,
+        namespace: Namespace,
+        tip_hash: bytes | None,
+        *,
+        name: str | None = None,
+        ttl_seconds: float | None = None,
+        tenant: str = "",
+    ) -> Sequence:
+        """Hold a block. With a name the sequence lasts until it is dropped or its TTL ends;
+        without, as long as this process. Raises StoreMissing when the block is not held now,
+        UsageError when the name is taken."""
+        now = self.environment.now_us()
+        expires = None if ttl_seconds is None else now + int(ttl_seconds * 1_000_000)
+        self._require_writer()
+        with self.database.write() as connection:
+            tip = None
+            if tip_hash is not None:
+                row = index.find_block(connection, tip_hash)
+                if row is None or not row.held:
+                    raise StoreMissing("The block to hold is not in the store.")
+                tip = row.id
+            if (
+                name is not None
+                and connection.execute("SELECT 1 FROM sequences WHERE name = ?", (name,)).fetchone()
+            ):
+                raise UsageError(f"There is a sequence named {name!r} already.")
+            id_ = index.add_sequence(
+                connection,
+                name=name,
+                namespace_id=namespace.id,
+                tip_id=tip,
+                process_id=self._process_id if name is None else None,
+                tenant=tenant,
+                expires_at=expires,
+                now=now,
+            )
+        return Sequence(self, namespace, id_, name)
+
+    # -- history and queries -----------------------------------------------------------------
+
+    def record(self, record: RequestRecord) -> None:
+        """Write one request's row and count a use of its blocks, in the background."""
+
+        def write(connection: Any) -> None:
+            insert_request(connection, record)
+            if record.touched:
+                retention.touch(connection, record.touched)
+
+        self._require_writer().submit_task(write)
+
+    def sql(
+        self,
+        sql: str,
+        params: Items[Any] | Mapping[str, Any] = (),
+        *,
+        limit: int = 1000,
+        deadline: float = 10.0,
+    ) -> SqlResult:
+        """Run one read-only statement in the sandbox. Raises QueryError in one sentence."""
+        connection = self.database.sandboxed()
+        try:
+            return run_sql(connection, sql, params, limit=limit, deadline=deadline)
+        finally:
+            connection.close()
+
+    def info(self) -> StoreInfo:
+        return collect_info(self)
+
+    # -- upkeep ------------------------------------------------------------------------------
+
+    def evict(
+        self,
+        *,
+        to_bytes: int | None = None,
+        namespace_id: int | None = None,
+        dry_run: bool = False,
+        progress: Callable[[EvictionReport], None] | None = None,
+    ) -> EvictionReport:
+        """Evict until the directory holds at most ``to_bytes`` (default: its limit)."""
+        target = self.limit.max_bytes if to_bytes is None else to_bytes
+        if target < 0:
+            raise UsageError("The size to evict to must not be negative.")
+        keep = self.require_retention()
+        with self.database.read() as connection:
+            excess = self.limit.used(connection) - target
+        if excess <= 0:
+            return EvictionReport()
+        if dry_run:
+            return keep.plan(excess, namespace_id=namespace_id)
+        return keep.free(excess, reason="manual", namespace_id=namespace_id, progress=progress)
+
+    def verify(
+        self,
+        *,
+        data: bool = False,
+        repair: bool = False,
+        sample: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> VerifyReport:
+        """Check the index against itself and the shard files; with ``data`` every stored byte."""
+        return verify_store(self, data=data, repair=repair, sample=sample, progress=progress)
