@@ -88,6 +88,8 @@ class Committer:
                     connection.execute(index.PUBLISH_SHARD, (shard.nbytes, shard.id))
                 visible = _Visible(connection, self._environment.now_us(), published)
                 visible.insert(jobs)
+                for counter, by in visible.dropped(jobs, self._limit.block_bytes).items():
+                    index.bump(connection, counter, by)
                 for task in tasks:
                     task(connection)
                 left = [*visible.emptied, *(shard.id for shard in published)]
@@ -304,6 +306,14 @@ class _Visible:
             if job.advance_id is not None and tip is not None:
                 index.move_sequence(self._connection, job.advance_id, tip)
 
+    def dropped(self, jobs: Sequence[PutJob], block_bytes: int) -> dict[str, int]:
+        """How many blocks were not stored, by counter."""
+        payloads = [payload for job in jobs for payload in job.payloads]
+        large = sum(payload.nbytes > block_bytes for payload in payloads)
+        rest = len(payloads) - len(self.counted) - large
+        counts = {"blocks_too_large": large, "blocks_dropped": rest}
+        return {counter: count for counter, count in counts.items() if count > 0}
+
     def _insert_job(self, job: PutJob) -> int | None:
         tip: int | None = None
         for payload in job.payloads:
@@ -349,8 +359,6 @@ class _Visible:
                 namespace_id=job.namespace.id,
                 depth=payload.index,
                 token_count=len(block.tokens),
-                state="live",
-                queue="cold",
                 origin=job.origin,
                 exact=job.exact,
                 build_id=job.build_id,

@@ -353,6 +353,13 @@ class Database:
         finally:
             copy.close()
 
+    def memory_copy(self) -> Connection:
+        """A writable copy of the index in memory, for questions of the kind "what if"; the caller
+        closes it."""
+        copy = sqlite3.connect(":memory:", isolation_level=None)
+        self.reader().backup(copy)
+        return copy
+
     def close(self) -> None:
         with self._mutex:
             if self._closed:

@@ -79,7 +79,7 @@ ANY_BLOCK = "SELECT 1 FROM blocks LIMIT 1"
 INSERT_BLOCK = (
     "INSERT INTO blocks (hash, parent_id, namespace_id, depth, token_count, refs, state, queue, "
     "origin, exact, build_id, created_at, last_access, prev_access) "
-    "VALUES (?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING id"
+    "VALUES (?, ?, ?, ?, ?, 0, 'live', 'cold', ?, ?, ?, ?, ?, ?) RETURNING id"
 )
 INSERT_TOKENS = "INSERT OR REPLACE INTO block_tokens (block_id, tokens, extra) VALUES (?, ?, ?)"
 DELETE_TOKENS = "DELETE FROM block_tokens WHERE block_id = ?"
@@ -151,6 +151,7 @@ TAIL_OF = (
     "SELECT b.refs, b.depth, b.parent_id, b.token_count < n.block_tokens FROM blocks AS b "
     "JOIN namespaces AS n ON n.id = b.namespace_id WHERE b.id = ?"
 )
+EXPIRED_SEQUENCES = "SELECT id FROM sequences WHERE expires_at <= ? LIMIT 100"
 DELETE_SEQUENCE = "DELETE FROM sequences WHERE id = ? RETURNING tip_id"
 
 
@@ -263,8 +264,6 @@ def insert_block(
     namespace_id: int,
     depth: int,
     token_count: int,
-    state: str,
-    queue: str,
     origin: str,
     exact: bool,
     build_id: int | None,
@@ -273,7 +272,7 @@ def insert_block(
     tokens: bytes,
     extra: bytes,
 ) -> int:
-    """A new block; its parent gains a reference when the new block is live (thus held)."""
+    """A new live block, seen once; its held parent gains a reference."""
     (block_id,) = connection.execute(
         INSERT_BLOCK,
         (
@@ -282,18 +281,16 @@ def insert_block(
             namespace_id,
             depth,
             token_count,
-            state,
-            queue,
             origin,
             int(exact),
             build_id,
             now,
             tick,
-            0,
+            tick,
         ),
     ).fetchone()
     connection.execute(INSERT_TOKENS, (block_id, tokens, extra))
-    if parent_id is not None and state == "live":
+    if parent_id is not None:
         add_hold(connection, parent_id)
     return int(block_id)
 
@@ -448,3 +445,9 @@ def drop_sequence(connection: Connection, sequence_id: int) -> None:
     row = connection.execute(DELETE_SEQUENCE, (sequence_id,)).fetchone()
     if row is not None:
         drop_hold(connection, row[0])
+
+
+def drop_expired(connection: Connection, now: int) -> None:
+    """Release sequences whose time is over, some at a time."""
+    for (sequence_id,) in connection.execute(EXPIRED_SEQUENCES, (now,)).fetchall():
+        drop_sequence(connection, sequence_id)

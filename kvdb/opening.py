@@ -7,7 +7,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvdb import driver, recovery
+from kvdb import driver, index, recovery
+from kvdb.backup import write_backup
 from kvdb.clock import Environment
 from kvdb.codecs import Codec, get_codec
 from kvdb.commit import Committer
@@ -29,7 +30,6 @@ from kvdb.store import Store
 from kvdb.writer import Writer
 
 FOLDERS = ("shards", "tmp", "processes")
-BACKUP_NAME = "index.backup"
 DEFAULT_SETTINGS = {"history_requests": "100000", "history_evictions": "100000"}
 DEFAULT_QUEUE_BYTES = 256 << 20
 LOCK_WAIT_SECONDS = 10.0
@@ -118,6 +118,10 @@ def _open_writable(
         raise
     reader = ShardReader(root)
     retention = Retention(database, limit, reader, fs, environment)
+    with database.read() as connection:
+        unfinished = connection.execute(index.DEAD_SHARDS).fetchone()
+    if unfinished is not None:
+        retention.sweep_dead()
     committer = Committer(database, limit, retention, fs, environment, codec, process_id)
     writer = Writer(
         committer.commit, queue_bytes=options.queue_bytes, group_bytes=limit.shard_bytes
@@ -295,7 +299,7 @@ def migrate_store(path: str | os.PathLike[str]) -> list[str]:
                 if version == driver.latest_version():
                     return []
                 if version:
-                    database.backup_to(root / BACKUP_NAME)
+                    write_backup(database, FileSystem(), root)
                 return database.migrate()
         finally:
             database.close()

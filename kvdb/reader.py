@@ -5,6 +5,7 @@ Payloads are never mapped: a truncated mapping kills the process, a short read i
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import OrderedDict
@@ -20,7 +21,7 @@ from kvdb.codecs import get_codec
 from kvdb.durable import IOV_MAX
 from kvdb.errors import IntegrityError, UsageError
 from kvdb.identity import Checksum
-from kvdb.layout import PartSpec
+from kvdb.layout import PartSpec, TensorSpec
 from kvdb.shards import shard_path
 
 Bytes = npt.NDArray[np.uint8]
@@ -65,6 +66,78 @@ def _signature(fd: int) -> tuple[int, int, int]:
     return status.st_mtime_ns, status.st_ctime_ns, status.st_size
 
 
+class _Rows(NamedTuple):
+    """One tensor's buffer as bytes: ``outer`` rows of ``capacity`` tokens of ``inner`` bytes.
+    ``capacity`` is 0 for a tensor without a token axis."""
+
+    flat: memoryview
+    outer: int
+    capacity: int
+    inner: int
+
+
+class PartTarget:
+    """Where a part's tokens go: the caller's buffers, checked once and cut many times.
+
+    Raises UsageError when a buffer does not fit the layout or is shorter than ``needed`` tokens.
+    """
+
+    def __init__(self, spec: PartSpec, buffers: PartBuffers, needed: int) -> None:
+        if len(buffers) != len(spec.layers):
+            raise UsageError(
+                f"Part {spec.name!r} has {len(spec.layers)} layers, not {len(buffers)}."
+            )
+        self._rows = [
+            _rows(tensor, array, needed)
+            for layer in buffers
+            for tensor, array in zip(spec.tensors, layer, strict=True)
+        ]
+
+    def runs(self, start: int, tokens: int) -> list[memoryview]:
+        """Contiguous destination runs of a block, in stored order: layers × tensors × rows."""
+        runs: list[memoryview] = []
+        for flat, outer, capacity, inner in self._rows:
+            if capacity == 0:
+                runs.append(flat)
+                continue
+            begin, stride, length = start * inner, capacity * inner, tokens * inner
+            runs += [flat[at : at + length] for at in range(begin, begin + outer * stride, stride)]
+        return runs
+
+    def scatter(self, raw: Bytes, start: int, tokens: int, stored_tokens: int) -> None:
+        """Copy the first ``tokens`` of ``stored_tokens`` tokens of raw bytes into place."""
+        position, view = 0, raw.data
+        for flat, outer, capacity, inner in self._rows:
+            if capacity == 0:
+                flat[:] = view[position : position + len(flat)]
+                position += len(flat)
+                continue
+            for row in range(outer):
+                at = (row * capacity + start) * inner
+                flat[at : at + tokens * inner] = view[position : position + tokens * inner]
+                position += stored_tokens * inner
+
+
+def _rows(tensor: TensorSpec, array: npt.NDArray[Any], needed: int) -> _Rows:
+    axis = tensor.token_axis
+    capacity = 0 if axis is None else array.shape[axis]
+    if (
+        array.dtype.itemsize != tensor.numpy_dtype.itemsize
+        or not array.flags.c_contiguous
+        or array.shape != tensor.full_shape(capacity)
+        or (axis is not None and capacity < needed)
+    ):
+        raise UsageError(
+            f"Buffer for {tensor.name!r} must be C-contiguous {tensor.dtype} of shape "
+            f"{tensor.full_shape(needed)} or longer, not {array.dtype} {array.shape}."
+        )
+    flat = array.reshape(-1).view(np.uint8).data
+    if axis is None:
+        return _Rows(flat, 1, 0, len(flat))
+    outer = math.prod(array.shape[:axis])
+    return _Rows(flat, outer, capacity, len(flat) // (outer * capacity))
+
+
 class ShardReader:
     """Reads parts of published shards. Thread-safe; keeps at most 64 descriptors.
 
@@ -79,25 +152,17 @@ class ShardReader:
         self._mutex = threading.Lock()
 
     def read_into(
-        self,
-        location: Location,
-        spec: PartSpec,
-        into: PartBuffers,
-        start: int,
-        tokens: int,
-        stored_tokens: int,
+        self, location: Location, target: PartTarget, start: int, tokens: int, stored_tokens: int
     ) -> None:
-        """Write the first ``tokens`` tokens of a part to token positions ``start`` … of ``into``.
+        """Write the first ``tokens`` tokens of a part to token positions ``start`` … of ``target``.
 
         ``stored_tokens`` is the block's token count. Raises Damaged; then the buffers hold
-        anything at these positions. Raises UsageError when a buffer does not fit the layout.
+        anything at these positions.
         """
         if location.codec == "raw" and tokens == stored_tokens:
-            runs = list(_runs(spec, into, start, tokens))
-            self._read_runs(location, runs)
-            return
-        raw = self.read(location)
-        _scatter(raw, spec, into, start, tokens, stored_tokens)
+            self._read_runs(location, target.runs(start, tokens))
+        else:
+            target.scatter(self.read(location), start, tokens, stored_tokens)
 
     def read(self, location: Location) -> Bytes:
         """The raw bytes of a part (1-D uint8). Raises Damaged."""
@@ -206,61 +271,3 @@ def _preadv(fd: int, offset: int, runs: list[memoryview]) -> None:
             del batch[:done]
             if batch and count:
                 batch[0] = batch[0][count:]
-
-
-def _runs(spec: PartSpec, into: PartBuffers, start: int, tokens: int) -> Iterator[memoryview]:
-    """Contiguous destination runs of a part, in stored order: layers × tensors × outer axes."""
-    if len(into) != len(spec.layers):
-        raise UsageError(f"Part {spec.name!r} has {len(spec.layers)} layers, not {len(into)}.")
-    for layer in into:
-        for tensor, array in zip(spec.tensors, layer, strict=True):
-            flat, outer, capacity, inner = _strides(tensor, array, start + tokens)
-            if capacity == 0:
-                yield flat
-                continue
-            for row in range(outer):
-                begin = (row * capacity + start) * inner
-                yield flat[begin : begin + tokens * inner]
-
-
-def _strides(tensor: Any, array: npt.NDArray[Any], needed: int) -> tuple[memoryview, int, int, int]:
-    """(flat bytes, outer rows, token capacity, bytes per token and row); capacity 0 means that
-    the tensor has no token axis."""
-    axis = tensor.token_axis
-    capacity = 0 if axis is None else array.shape[axis]
-    if (
-        array.dtype.itemsize != tensor.numpy_dtype.itemsize
-        or not array.flags.c_contiguous
-        or array.shape != tensor.full_shape(capacity)
-        or (axis is not None and capacity < needed)
-    ):
-        raise UsageError(
-            f"Buffer for {tensor.name!r} must be C-contiguous {tensor.dtype} of shape "
-            f"{tensor.full_shape(needed)} or longer, not {array.dtype} {array.shape}."
-        )
-    flat = array.reshape(-1).view(np.uint8).data
-    if axis is None:
-        return flat, 1, 0, len(flat)
-    outer = 1
-    for dimension in array.shape[:axis]:
-        outer *= dimension
-    return flat, outer, capacity, len(flat) // (outer * capacity)
-
-
-def _scatter(
-    raw: Bytes, spec: PartSpec, into: PartBuffers, start: int, tokens: int, stored_tokens: int
-) -> None:
-    """Copy the first ``tokens`` of ``stored_tokens`` tokens of decoded bytes into place."""
-    position = 0
-    view = raw.data
-    for layer in into:
-        for tensor, array in zip(spec.tensors, layer, strict=True):
-            flat, outer, capacity, inner = _strides(tensor, array, start + tokens)
-            if capacity == 0:
-                flat[:] = view[position : position + len(flat)]
-                position += len(flat)
-                continue
-            for row in range(outer):
-                begin = (row * capacity + start) * inner
-                flat[begin : begin + tokens * inner] = view[position : position + tokens * inner]
-                position += stored_tokens * inner

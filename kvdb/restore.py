@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvdb.errors import UsageError
-from kvdb.layout import PartSpec
 from kvdb.match import Match, MatchedBlock
-from kvdb.reader import Damaged, Location, PartBuffers
+from kvdb.reader import Damaged, Location, PartBuffers, PartTarget
 
 if TYPE_CHECKING:
     from kvdb.store import Store
@@ -39,65 +38,58 @@ def read_match(
         raise UsageError(f"Only parts that are cut along tokens can be read into: {list(into)}.")
     chosen = [match.blocks[i] for i in (range(len(match.blocks)) if blocks is None else blocks)]
     wanted = [block.id for block in chosen if block.live]
-    if shared and match.shared is not None:
-        wanted.append(match.shared.block.id)
-    places = store.locate(wanted)
-    bad: list[int] = []
-    nbytes = 0
-    for block in chosen:
-        if not block.live:
-            if blocks is not None:
-                bad.append(block.index)
-            continue
-        read = _read_block(store, match, into, places, block, block.token_count)
-        if read is None:
-            bad.append(block.index)
-        else:
-            nbytes += read
-    shared_ok = True
-    if shared and match.shared is not None:
-        tail, count = match.shared
-        read = _read_block(store, match, into, places, tail, count)
-        shared_ok = read is not None
-        nbytes += read or 0
-    return ReadResult(tuple(bad), shared_ok, nbytes)
+    tail = match.shared if shared else None
+    end = max((block.end for block in chosen), default=0)
+    if tail is not None:
+        wanted.append(tail.block.id)
+        end = max(end, tail.block.start + tail.token_count)
+    run = _Read(
+        store,
+        {spec.name: PartTarget(spec, into[spec.name], end) for spec in specs if spec is not None},
+        store.locate(wanted),
+    )
+    bad = [
+        block.index
+        for block in chosen
+        if (block.live or blocks is not None) and not run.block(block, block.token_count)
+    ]
+    shared_ok = tail is None or run.block(tail.block, tail.token_count)
+    return ReadResult(tuple(bad), shared_ok, run.nbytes)
 
 
-def _read_block(
-    store: Store,
-    match: Match,
-    into: Mapping[str, PartBuffers],
-    places: Mapping[tuple[int, str], Location],
-    block: MatchedBlock,
-    tokens: int,
-) -> int | None:
-    """Bytes read, or None when a part of the block is gone or damaged."""
-    nbytes = 0
-    for name, buffers in into.items():
-        spec = match.namespace.layout.by_name[name]
-        location = places.get((block.id, name))
-        if location is None or not _read_part(store, location, spec, buffers, block, tokens):
-            return None
-        nbytes += location.nbytes
-    return nbytes
+class _Read:
+    """One pass over blocks into fixed targets."""
 
+    def __init__(
+        self,
+        store: Store,
+        targets: Mapping[str, PartTarget],
+        places: Mapping[tuple[int, str], Location],
+    ) -> None:
+        self._store = store
+        self._targets = targets
+        self._places = places
+        self.nbytes = 0
 
-def _read_part(
-    store: Store,
-    location: Location,
-    spec: PartSpec,
-    buffers: PartBuffers,
-    block: MatchedBlock,
-    tokens: int,
-) -> bool:
-    """Read one part; one that moved meanwhile (compaction) is looked up once more."""
-    place: Location | None = location
-    for _ in range(2):
-        if place is None:
-            return False
-        try:
-            store.reader.read_into(place, spec, buffers, block.start, tokens, block.token_count)
-            return True
-        except Damaged as damage:
-            place = store.report_damage(place, str(damage))
-    return False
+    def block(self, block: MatchedBlock, tokens: int) -> bool:
+        """Read a block's first ``tokens`` tokens; False when a part of it is gone or damaged."""
+        return block.live and all(
+            self._part(self._places.get((block.id, name)), target, block, tokens)
+            for name, target in self._targets.items()
+        )
+
+    def _part(
+        self, place: Location | None, target: PartTarget, block: MatchedBlock, tokens: int
+    ) -> bool:
+        # A part that moved meanwhile (compaction) is looked up once more.
+        for _ in range(2):
+            if place is None:
+                return False
+            try:
+                self._store.reader.read_into(place, target, block.start, tokens, block.token_count)
+            except Damaged as damage:
+                place = self._store.report_damage(place, str(damage))
+            else:
+                self.nbytes += place.nbytes
+                return True
+        return False

@@ -1,8 +1,14 @@
-"""What stays and what goes: LRU-2 with history, an adapting cold share, and the hard limit.
+"""What stays and what goes: two queues with history, one learned ratio, and the hard limit.
 
-Once-seen blocks queue as *cold*, twice-seen as *hot* (LRU-2, O'Neil et al., SIGMOD 1993). Evicted
-rows keep their ticks: a block that comes back is not new. How many cold blocks to keep adapts to
-hits in that history, as the target of ARC does (Megiddo and Modha, FAST 2003).
+A block seen once is *cold*, seen again it is *hot*. Both queues give their oldest leaf; the hot one
+goes only when it is ``age_ratio`` times as old as the cold one. Evicted rows stay as history: a
+block that comes back was cut too early, and the ratio moves by a step over its queue's history, so
+that it rests where one more row of either queue would save as many hits.
+
+Sources: promotion on the second reference and history that outlives the block are LRU-2's (O'Neil,
+O'Neil and Weikum, SIGMOD 1993); two queues and the step over their history are ARC's (Megiddo and
+Modha, FAST 2003), here with ages instead of sizes; resting at equal marginal hit rates follows LHD
+(Beckmann, Chen and Cidon, NSDI 2018). At ratio 1 this is LRU.
 """
 
 from __future__ import annotations
@@ -12,40 +18,61 @@ from dataclasses import dataclass, field
 
 from kvdb import index
 from kvdb.clock import Environment
-from kvdb.driver import Connection, Database
+from kvdb.driver import Connection, Database, immediate
 from kvdb.durable import FileSystem
 from kvdb.limit import Limit
 from kvdb.reader import ShardReader
 from kvdb.shards import shard_path
 
-# Touches this close to the first reference count once: one request touches a block several times.
-TOUCH_WINDOW_TICKS = 1
+ONE = 1 << 20  # age_ratio is fixed-point, so that it fits an INTEGER counter
+RATIO_MIN = ONE  # from 1 on a parent, always at least as young as its child, never goes first
+RATIO_MAX = 256 * ONE
+STEP_UP = 3  # a hit in hot history, over the number of hot history rows
+STEP_DOWN = 2  # a hit in cold history; smaller, since a wrong low ratio costs more hits
+STEP_CAP = 5  # one hit moves the ratio by at most a fifth
+HISTORY_FLOOR = 16  # a history shorter than live / 16 counts as that long
+COLD_FLOOR = 64  # cold keeps live / 64, or a loop over hot blocks lets no newcomer stay
+NEAR = 2  # hot history older than twice the oldest hot leaf is out of reach: no step
+HISTORY = 2  # history rows per live row, at most
+TOUCH_WINDOW_TICKS = 1  # one request is one tick: its references count once
 VICTIM_BATCH = 64
-MAX_CHAIN_WALK = 64
-GHOST_TRIM_BATCH = 256
+FORGET_BATCH = 256
 
-COLD_VICTIMS = (
-    "SELECT id, last_access FROM blocks INDEXED BY blocks_victims_cold "
-    "WHERE refs = 0 AND state = 'live' AND queue = 'cold' ORDER BY last_access, depth DESC LIMIT ?"
-)
-HOT_VICTIMS = (
-    "SELECT id, prev_access FROM blocks INDEXED BY blocks_victims_hot "
-    "WHERE refs = 0 AND state = 'live' AND queue = 'hot' ORDER BY prev_access, depth DESC LIMIT ?"
-)
-PARENT = (
-    "SELECT p.id, p.refs, p.state, p.queue, p.last_access, p.prev_access "
-    "FROM blocks AS b JOIN blocks AS p ON p.id = b.parent_id WHERE b.id = ?"
-)
 TOUCH = (
-    "UPDATE blocks SET hits = hits + 1, prev_access = last_access, last_access = ?1, queue = 'hot' "
-    "WHERE id = ?2 AND ?1 - last_access > ?3"
+    "UPDATE blocks SET last_access = ?1, hits = hits + 1, "
+    "queue = iif(?1 - prev_access >= ?3, 'hot', queue), "
+    "prev_access = iif(?1 - prev_access >= ?3, ?1, prev_access) WHERE id = ?2"
 )
-READMIT = "UPDATE blocks SET queue = 'hot', prev_access = last_access, last_access = ? WHERE id = ?"
-REMEMBERED = "SELECT count(*) FROM blocks WHERE refs = 0 AND state = 'evicted'"
+OLDEST = {
+    ("live", "cold"): (
+        "SELECT id, last_access FROM blocks INDEXED BY blocks_victims_cold "
+        "WHERE refs = 0 AND state = 'live' AND queue = 'cold' "
+        "ORDER BY last_access, depth DESC LIMIT ?"
+    ),
+    ("live", "hot"): (
+        "SELECT id, last_access FROM blocks INDEXED BY blocks_victims_hot "
+        "WHERE refs = 0 AND state = 'live' AND queue = 'hot' "
+        "ORDER BY last_access, depth DESC LIMIT ?"
+    ),
+    ("evicted", "cold"): (
+        "SELECT id, last_access FROM blocks INDEXED BY blocks_history_cold "
+        "WHERE refs = 0 AND state = 'evicted' AND queue = 'cold' "
+        "ORDER BY last_access, depth DESC LIMIT ?"
+    ),
+    ("evicted", "hot"): (
+        "SELECT id, last_access FROM blocks INDEXED BY blocks_history_hot "
+        "WHERE refs = 0 AND state = 'evicted' AND queue = 'hot' "
+        "ORDER BY last_access, depth DESC LIMIT ?"
+    ),
+}
+OLDEST_OF_NAMESPACE = (
+    "SELECT id, last_access FROM blocks WHERE refs = 0 AND state = 'live' AND namespace_id = ? "
+    "ORDER BY queue = 'hot', last_access, depth DESC LIMIT ?"
+)
+SET_RATIO = "UPDATE counters SET value = ? WHERE name = 'age_ratio'"
 FORGET = (
-    "DELETE FROM blocks WHERE id IN (SELECT id FROM blocks AS b WHERE refs = 0 "
-    "AND state = 'evicted' AND NOT EXISTS (SELECT 1 FROM blocks WHERE parent_id = b.id) "
-    "ORDER BY last_access LIMIT ?)"
+    "DELETE FROM blocks WHERE id = ? AND NOT EXISTS "
+    "(SELECT 1 FROM blocks AS c WHERE c.parent_id = blocks.id)"
 )
 
 
@@ -60,26 +87,93 @@ class EvictionReport:
 
 
 def touch(connection: Connection, block_ids: Iterable[int]) -> None:
-    """Count one reference to each block, in one tick."""
+    """Count one reference to each block, all in one tick."""
     tick = index.next_tick(connection)
     connection.executemany(TOUCH, [(tick, id_, TOUCH_WINDOW_TICKS) for id_ in block_ids])
 
 
 def readmit(connection: Connection, row: index.BlockRow, tick: int) -> None:
-    """A remembered block is about to be live again: it was seen twice, so it is hot."""
-    adapt(connection, row.queue)
-    connection.execute(READMIT, (tick, row.id))
+    """A block that history remembers is about to be live again: learn from it, and touch it."""
+    _learn(connection, row, tick)
+    connection.execute(TOUCH, (tick, row.id, TOUCH_WINDOW_TICKS))
 
 
-def adapt(connection: Connection, queue: str) -> None:
-    """A remembered block was asked for again: its queue was too small."""
+def _learn(connection: Connection, row: index.BlockRow, tick: int) -> None:
+    """Move the ratio: up if a hot block was cut short, down if a cold one was."""
     counters = index.counters(connection)
     live = counters["live_cold"] + counters["live_hot"]
-    step = max(1, live // 100)
-    target = counters["cold_target"] + (step if queue == "cold" else -step)
-    connection.execute(
-        "UPDATE counters SET value = ? WHERE name = 'cold_target'", (max(0, min(live, target)),)
-    )
+    if row.queue == "hot":
+        if counters["live_cold"] * COLD_FLOOR <= live:
+            return
+        oldest = connection.execute(OLDEST["live", "hot"], (1,)).fetchone()
+        if oldest is not None and tick - row.last_access > NEAR * (tick - oldest[1]):
+            return
+    rows = max(counters[f"evicted_{row.queue}"], live // HISTORY_FLOOR, 1)
+    ratio = counters["age_ratio"]
+    step = STEP_UP if row.queue == "hot" else STEP_DOWN
+    change = max(1, min(ratio * step // rows, ratio // STEP_CAP))
+    ratio += change if row.queue == "hot" else -change
+    connection.execute(SET_RATIO, (min(max(ratio, RATIO_MIN), RATIO_MAX),))
+
+
+def victims(
+    connection: Connection, protect: Collection[int] = (), namespace_id: int | None = None
+) -> Iterable[int]:
+    """Evictable blocks, least valuable first. The caller evicts each before it asks for the next,
+    so a chain goes from its leaf to its root."""
+    tick = index.counters(connection)["tick"]
+    while True:
+        if namespace_id is not None:
+            rows = connection.execute(
+                OLDEST_OF_NAMESPACE, (namespace_id, 1 + len(protect))
+            ).fetchall()
+            victim = next((id_ for id_, _ in rows if id_ not in protect), None)
+        else:
+            victim = _older(connection, "live", tick, protect)
+        if victim is None:
+            return
+        yield victim
+
+
+def _older(
+    connection: Connection, state: str, tick: int, protect: Collection[int] = (), power: int = 1
+) -> int | None:
+    """The worse of the oldest cold and the oldest hot leaf: hot goes when (its age / the cold
+    one's age) ** power exceeds the ratio."""
+    oldest: dict[str, tuple[int, int]] = {}
+    for queue in ("cold", "hot"):
+        rows = connection.execute(OLDEST[state, queue], (1 + len(protect),)).fetchall()
+        row = next((row for row in rows if row[0] not in protect), None)
+        if row is not None:
+            oldest[queue] = row
+    if len(oldest) < 2:
+        return next((row[0] for row in oldest.values()), None)
+    (cold, cold_access), (hot, hot_access) = oldest["cold"], oldest["hot"]
+    counters = index.counters(connection)
+    if state == "live" and cold_access:  # access 0: a tail that a longer block contains
+        live = counters["live_cold"] + counters["live_hot"]
+        if counters["live_cold"] * COLD_FLOOR <= live:
+            return hot
+    cold_age, hot_age = (tick - cold_access) ** power, (tick - hot_access) ** power
+    return hot if hot_age * ONE > cold_age * counters["age_ratio"] else cold
+
+
+def forget(connection: Connection) -> None:
+    """Trim history to twice the live rows, oldest first, by the root of the ratio: else hot
+    history would crowd out cold. At most a batch at a time."""
+    counters = index.counters(connection)
+    history = counters["evicted_cold"] + counters["evicted_hot"]
+    live = counters["live_cold"] + counters["live_hot"]
+    excess = min(history - HISTORY * max(live, VICTIM_BATCH), FORGET_BATCH)
+    kept: set[int] = set()  # still the parent of some row
+    while excess > 0 and len(kept) < VICTIM_BATCH:
+        row = _older(connection, "evicted", counters["tick"], kept, power=2)
+        if row is None:
+            return
+        if connection.execute(FORGET, (row,)).rowcount:
+            excess -= 1
+        else:
+            kept.add(row)
 
 
 class Retention:
@@ -121,12 +215,27 @@ class Retention:
                 )
             if batch.blocks == 0:
                 break
-            report.blocks += batch.blocks
-            report.nbytes += batch.nbytes
-            report.freed_bytes += self.remove_dead(dead)
-            report.shards += [uuid for _, uuid, _ in dead]
+            _add(report, batch)
+            self.remove_dead(dead)
             if progress is not None:
                 progress(report)
+        return report
+
+    def plan(self, nbytes: int, *, namespace_id: int | None = None) -> EvictionReport:
+        """What :meth:`free` would do: it runs on a copy of the index in memory."""
+        report = EvictionReport()
+        copy = self._database.memory_copy()
+        try:
+            while report.freed_bytes < nbytes:
+                with immediate(copy):
+                    batch, _ = self._evict_batch(
+                        copy, nbytes - report.freed_bytes, "manual", (), namespace_id
+                    )
+                if batch.blocks == 0:
+                    break
+                _add(report, batch)
+        finally:
+            copy.close()
         return report
 
     def _evict_batch(
@@ -140,35 +249,19 @@ class Retention:
         now = self._environment.now_us()
         report = EvictionReport()
         dead: list[tuple[int, str, int]] = []
-        for block_id in _victims(connection, protect, namespace_id):
+        index.drop_expired(connection, now)
+        for block_id in victims(connection, protect, namespace_id):
             size, shards = index.evict_block(connection, block_id, now=now, reason=reason)
             report.blocks += 1
             report.nbytes += size
-            dead += index.kill_if_empty(connection, shards)
-            if report.blocks >= VICTIM_BATCH or sum(d[2] for d in dead) >= nbytes:
+            for shard in index.kill_if_empty(connection, shards):
+                dead.append(shard)
+                report.freed_bytes += shard[2]
+                report.shards.append(shard[1])
+            if report.blocks >= VICTIM_BATCH or report.freed_bytes >= nbytes:
                 break
-        self._forget(connection)
+        forget(connection)
         return report, dead
-
-    def _forget(self, connection: Connection) -> None:
-        """Keep the history of evicted rows under twice the live ones."""
-        counters = index.counters(connection)
-        live = counters["live_cold"] + counters["live_hot"]
-        (remembered,) = connection.execute(REMEMBERED).fetchone()
-        excess = remembered - 2 * max(live, VICTIM_BATCH)
-        if excess > 0:
-            connection.execute(FORGET, (min(excess, GHOST_TRIM_BATCH),))
-
-    def remove_dead(self, dead: Iterable[tuple[int, str, int]]) -> int:
-        """Unlink dead shards whose rows are durably dead, then delete the rows. Returns bytes."""
-        dead = list(dead)
-        for _, uuid, _ in dead:
-            self._reader.forget(uuid)
-            self._fs.unlink(shard_path(self._limit.root, uuid))
-        if dead:
-            with self._database.write() as connection:
-                connection.executemany(index.DELETE_SHARD, [(id_,) for id_, _, _ in dead])
-        return sum(nbytes for _, _, nbytes in dead)
 
     def sweep_dead(self) -> int:
         """Finish every removal that some process began. Returns the bytes given back."""
@@ -178,83 +271,19 @@ class Retention:
             dead = connection.execute(index.DEAD_SHARDS).fetchall()
         return self.remove_dead(dead)
 
-    def plan(self, nbytes: int, *, namespace_id: int | None = None) -> EvictionReport:
-        """What :meth:`free` would do, without doing it."""
-        report = EvictionReport()
-        with self._database.read() as connection:
-            sizes = connection.execute(
-                "SELECT s.id, s.uuid, s.nbytes, s.live_bytes FROM shards AS s WHERE state = 'live'"
-            ).fetchall()
-            left = {id_: [uuid, size, live] for id_, uuid, size, live in sizes}
-            for block_id in _all_victims(connection, namespace_id):
-                if report.freed_bytes >= nbytes:
-                    break
-                report.blocks += 1
-                for shard_id, size in connection.execute(
-                    "SELECT shard_id, sum(nbytes) FROM parts WHERE block_id = ? GROUP BY shard_id",
-                    (block_id,),
-                ):
-                    report.nbytes += size
-                    shard = left[shard_id]
-                    shard[2] -= size
-                    if shard[2] == 0:
-                        report.freed_bytes += shard[1]
-                        report.shards.append(shard[0])
-        return report
+    def remove_dead(self, dead: Collection[tuple[int, str, int]]) -> int:
+        """Unlink dead shards whose rows are durably dead, then delete the rows. Returns bytes."""
+        for _, uuid, _ in dead:
+            self._reader.forget(uuid)
+            self._fs.unlink(shard_path(self._limit.root, uuid))
+        if dead:
+            with self._database.write() as connection:
+                connection.executemany(index.DELETE_SHARD, [(id_,) for id_, _, _ in dead])
+        return sum(nbytes for _, _, nbytes in dead)
 
 
-def _victims(
-    connection: Connection, protect: Collection[int], namespace_id: int | None
-) -> Iterable[int]:
-    """Evictable blocks, least valuable first; walks each chain towards its root while its blocks
-    are worth no more than the next candidate. The caller evicts each before it asks for another."""
-    counters = index.counters(connection)
-    cold_first = counters["live_cold"] > counters["cold_target"]
-    order = (COLD_VICTIMS, HOT_VICTIMS) if cold_first else (HOT_VICTIMS, COLD_VICTIMS)
-    for statement in order:
-        queue = "cold" if statement is COLD_VICTIMS else "hot"
-        batch = connection.execute(statement, (VICTIM_BATCH + len(protect),)).fetchall()
-        worth = batch[-1][1] if batch else 0
-        for id_, _ in batch:
-            current: int | None = id_
-            for _ in range(MAX_CHAIN_WALK):
-                if current is None or current in protect:
-                    break
-                if namespace_id is not None and not _in_namespace(
-                    connection, current, namespace_id
-                ):
-                    break
-                yield current
-                current = _evictable_parent(connection, current, queue, worth)
-        if batch:
-            return
-
-
-def _evictable_parent(connection: Connection, block_id: int, queue: str, worth: int) -> int | None:
-    row = connection.execute(PARENT, (block_id,)).fetchone()
-    if row is None:
-        return None
-    id_, refs, state, parent_queue, last_access, prev_access = row
-    key = last_access if queue == "cold" else prev_access
-    if refs or state != "live" or parent_queue != queue or key > worth:
-        return None
-    return int(id_)
-
-
-def _in_namespace(connection: Connection, block_id: int, namespace_id: int) -> bool:
-    row = connection.execute("SELECT namespace_id FROM blocks WHERE id = ?", (block_id,)).fetchone()
-    return bool(row and row[0] == namespace_id)
-
-
-def _all_victims(connection: Connection, namespace_id: int | None) -> Iterable[int]:
-    """Evictable blocks in about the order of eviction, children before parents, for a plan."""
-    held = "WHERE state = 'live' AND (?1 IS NULL OR namespace_id = ?1) ORDER BY "
-    for row in connection.execute(
-        "WITH RECURSIVE kept (id) AS ("
-        "SELECT tip_id FROM sequences WHERE tip_id IS NOT NULL UNION "
-        "SELECT b.parent_id FROM kept JOIN blocks AS b ON b.id = kept.id "
-        "WHERE b.parent_id IS NOT NULL) "
-        f"SELECT id FROM blocks {held} queue, last_access, depth DESC",
-        (namespace_id,),
-    ):
-        yield row[0]
+def _add(report: EvictionReport, batch: EvictionReport) -> None:
+    report.blocks += batch.blocks
+    report.nbytes += batch.nbytes
+    report.freed_bytes += batch.freed_bytes
+    report.shards += batch.shards

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Mapping
@@ -13,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdb import index, recovery, retention
+from kvdb.backup import MAX_AGE_SECONDS, refresh_backup
 from kvdb.builds import Build, find_or_add_build, set_verdict
 from kvdb.check.verify import VerifyReport, verify_store
 from kvdb.clock import Environment
 from kvdb.damage import report_damage
 from kvdb.driver import Database
 from kvdb.durable import FileSystem
-from kvdb.errors import StoreClosed, StoreMissing, StoreReadOnly, UsageError
+from kvdb.errors import KvdbError, StoreClosed, StoreMissing, StoreReadOnly, UsageError
 from kvdb.history import RequestRecord, insert_request
 from kvdb.identity import (
     DEFAULT_BLOCK_TOKENS,
@@ -100,10 +102,18 @@ class Store:
         try:
             if self._writer is not None:
                 self._writer.close()
+                self._refresh_backup()
             if self._process_id is not None and self._process_lock is not None:
                 recovery.deregister(self.database, self._process_lock, self._process_id)
         finally:
             self._release()
+
+    def _refresh_backup(self) -> None:
+        # Losing the backup is no reason to fail a shutdown.
+        with contextlib.suppress(OSError, KvdbError):
+            refresh_backup(
+                self.database, self.limit, self.fs, self.environment, age=MAX_AGE_SECONDS
+            )
 
     def _release(self) -> None:
         self.reader.close()

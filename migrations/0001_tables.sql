@@ -1,11 +1,13 @@
--- Times *_at are Unix microseconds. last_access and prev_access are ticks of counters.tick.
+-- Times *_at are Unix microseconds. last_access and prev_access are ticks of counters.tick:
+-- last_access of the latest reference, prev_access of the latest one that counted (references
+-- within one window count once).
 
 CREATE TABLE settings (
     key   TEXT PRIMARY KEY,
     value TEXT NOT NULL
 ) STRICT, WITHOUT ROWID;
 
--- tick, shard_bytes, cow_copies, blocks_dropped, blocks_too_large, cold_target, …
+-- age_ratio is fixed-point: 1048576 is 1 (see kvdb/retention.py).
 CREATE TABLE counters (
     name  TEXT PRIMARY KEY,
     value INTEGER NOT NULL
@@ -85,9 +87,12 @@ CREATE INDEX blocks_by_parent ON blocks (parent_id, id);
 CREATE INDEX blocks_roots ON blocks (namespace_id, id) WHERE parent_id IS NULL;
 CREATE INDEX blocks_victims_cold ON blocks (last_access, depth DESC)
     WHERE refs = 0 AND state = 'live' AND queue = 'cold';
-CREATE INDEX blocks_victims_hot ON blocks (prev_access, depth DESC)
+CREATE INDEX blocks_victims_hot ON blocks (last_access, depth DESC)
     WHERE refs = 0 AND state = 'live' AND queue = 'hot';
-CREATE INDEX blocks_history ON blocks (last_access) WHERE refs = 0 AND state = 'evicted';
+CREATE INDEX blocks_history_cold ON blocks (last_access, depth DESC)
+    WHERE refs = 0 AND state = 'evicted' AND queue = 'cold';
+CREATE INDEX blocks_history_hot ON blocks (last_access, depth DESC)
+    WHERE refs = 0 AND state = 'evicted' AND queue = 'hot';
 
 -- Token ids as little-endian u32; extra keys as in the block hash. Kept while the block is held.
 CREATE TABLE block_tokens (
@@ -186,10 +191,15 @@ CREATE TRIGGER parts_moved AFTER UPDATE OF shard_id ON parts WHEN new.shard_id <
     UPDATE shards SET live_parts = live_parts + 1, live_bytes = live_bytes + new.nbytes
         WHERE id = new.shard_id;
 END;
-CREATE TRIGGER blocks_added AFTER INSERT ON blocks WHEN new.state = 'live' BEGIN
+CREATE TRIGGER blocks_added AFTER INSERT ON blocks BEGIN
     UPDATE namespaces SET live_blocks = live_blocks + 1, live_tokens = live_tokens + new.token_count
-        WHERE id = new.namespace_id;
-    UPDATE counters SET value = value + 1 WHERE name = 'live_' || new.queue;
+        WHERE id = new.namespace_id AND new.state = 'live';
+    UPDATE counters SET value = value + 1 WHERE name = new.state || '_' || new.queue;
+END;
+CREATE TRIGGER blocks_removed AFTER DELETE ON blocks BEGIN
+    UPDATE namespaces SET live_blocks = live_blocks - 1, live_tokens = live_tokens - old.token_count
+        WHERE id = old.namespace_id AND old.state = 'live';
+    UPDATE counters SET value = value - 1 WHERE name = old.state || '_' || old.queue;
 END;
 CREATE TRIGGER blocks_state_changed AFTER UPDATE OF state ON blocks WHEN new.state <> old.state BEGIN
     UPDATE namespaces SET
@@ -199,8 +209,8 @@ CREATE TRIGGER blocks_state_changed AFTER UPDATE OF state ON blocks WHEN new.sta
 END;
 CREATE TRIGGER blocks_queue_changed AFTER UPDATE OF state, queue ON blocks
 WHEN new.state <> old.state OR new.queue <> old.queue BEGIN
-    UPDATE counters SET value = value - 1 WHERE old.state = 'live' AND name = 'live_' || old.queue;
-    UPDATE counters SET value = value + 1 WHERE new.state = 'live' AND name = 'live_' || new.queue;
+    UPDATE counters SET value = value - 1 WHERE name = old.state || '_' || old.queue;
+    UPDATE counters SET value = value + 1 WHERE name = new.state || '_' || new.queue;
 END;
 CREATE TRIGGER shards_added AFTER INSERT ON shards BEGIN
     UPDATE counters SET value = value + new.nbytes WHERE name = 'shard_bytes';
@@ -217,7 +227,9 @@ INSERT INTO counters (name, value) VALUES
     ('shard_bytes', 0),
     ('live_cold', 0),
     ('live_hot', 0),
-    ('cold_target', 0),
+    ('evicted_cold', 0),
+    ('evicted_hot', 0),
+    ('age_ratio', 2097152),
     ('cow_copies', 0),
     ('blocks_dropped', 0),
     ('blocks_too_large', 0),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdb import driver, index
+from kvdb.backup import BACKUP_NAME
 from kvdb.builds import find_or_add_build
 from kvdb.clock import Environment
 from kvdb.driver import Connection, Database
@@ -21,7 +22,7 @@ from kvdb.durable import FileSystem
 from kvdb.errors import IntegrityError, KvdbError, NotAStore, StoreMissing, StoreTooNew
 from kvdb.identity import ROOT_PARENT, encode_extra
 from kvdb.locks import WriterLock
-from kvdb.opening import BACKUP_NAME, DEFAULT_SETTINGS, FOLDERS, claim_store
+from kvdb.opening import DEFAULT_SETTINGS, FOLDERS, claim_store
 from kvdb.shards import NamespaceRecord, ShardBlock, read_shard_content
 
 NEW_INDEX = "index.rebuilding"
@@ -212,8 +213,6 @@ def _add_block(
         namespace_id=namespace_id,
         depth=block.depth,
         token_count=len(block.tokens),
-        state="live",
-        queue="cold",
         origin=block.origin,
         exact=block.exact,
         build_id=None if block.build is None else builds[namespace_id, block.build],
@@ -304,7 +303,7 @@ class _Rest:
     access: list[tuple[bytes, str, int, int, int, int]]
 
 
-KEPT_COUNTERS = ("tick", "cold_target", "cow_copies", "blocks_dropped", "blocks_too_large")
+KEPT_COUNTERS = ("tick", "age_ratio", "cow_copies", "blocks_dropped", "blocks_too_large")
 
 
 def _read_rest(old: Connection) -> _Rest:

@@ -52,6 +52,8 @@ COUNTER_TOTALS = """
 SELECT 'shard_bytes', coalesce(sum(nbytes), 0) FROM shards
 UNION ALL SELECT 'live_cold', count(*) FROM blocks WHERE state = 'live' AND queue = 'cold'
 UNION ALL SELECT 'live_hot', count(*) FROM blocks WHERE state = 'live' AND queue = 'hot'
+UNION ALL SELECT 'evicted_cold', count(*) FROM blocks WHERE state = 'evicted' AND queue = 'cold'
+UNION ALL SELECT 'evicted_hot', count(*) FROM blocks WHERE state = 'evicted' AND queue = 'hot'
 """
 UNREACHABLE = (
     "SELECT b.id FROM blocks AS b JOIN blocks AS p ON p.id = b.parent_id "

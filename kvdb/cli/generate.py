@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import signal
 import sys
 from collections.abc import Iterator
@@ -149,8 +150,9 @@ def _generate(*, no_store: bool, stats: bool, as_json: bool, **options: Any) -> 
     engine_options = EngineOptions(
         block_tokens=values["block_tokens"], step=options["prefill_step_size"]
     )
-    signal.signal(signal.SIGTERM, _terminate)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_spoken_log())
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _terminate))
         store = None if no_store else _usable_store(values)
         if store is not None:
             stack.enter_context(store)
@@ -194,12 +196,27 @@ def _usable_store(values: Settings) -> Store | None:
     except KvdbError as error:
         reason = str(error)
     try:
-        store = open_store(values, read_only=True)
+        return open_store(values, read_only=True)  # the engine says that nothing new is stored
     except KvdbError:
         say(f"Going on without the store: {reason}")
         return None
-    say(f"Going on without storing anything new: {reason}")
-    return store
+
+
+class _Speaker(logging.Handler):
+    """What the engine logs is said on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"Note: {record.getMessage()}")
+
+
+@contextlib.contextmanager
+def _spoken_log() -> Iterator[None]:
+    logger, speaker = logging.getLogger("kvdb"), _Speaker(logging.WARNING)
+    logger.addHandler(speaker)
+    try:
+        yield
+    finally:
+        logger.removeHandler(speaker)
 
 
 def _prompt(options: dict[str, Any]) -> dict[str, Any]:

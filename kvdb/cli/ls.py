@@ -7,12 +7,11 @@ import click
 from kvdb.cli.options import open_store, store_option
 from kvdb.cli.output import Format, output_options, say, write_rows
 
-KINDS = ("blocks", "shards", "namespaces", "sequences", "requests")
 SKIPS = ("full", "refill", "partial", "approximate", "none")
 
 
 @click.command()
-@click.argument("kind", type=click.Choice(KINDS))
+@click.argument("kind", metavar="KIND")
 @click.option("--namespace", type=int, metavar="ID", help="Only of this namespace.")
 @click.option(
     "--state",
@@ -39,9 +38,14 @@ def ls(
     limit: int,
     output: Format,
 ) -> None:
-    """List blocks, shards, namespaces, sequences or requests, newest use first."""
+    """List what the store holds, newest first.
+
+    KIND is blocks, shards, namespaces, sequences or requests.
+    """
     from kvdb.listing import LISTINGS
 
+    if kind not in LISTINGS:
+        raise click.UsageError(f"{kind!r} is none of {', '.join(LISTINGS)}.")
     listing = LISTINGS[kind]
     given = {"namespace": namespace, "state": state, "hash": hash_prefix, "skip": skip}
     for name, value in given.items():

@@ -19,8 +19,8 @@ PROBLEMS_FOUND = 3
 def rebuild(as_json: bool) -> None:
     """Make the index anew from the shards, for a store whose index is damaged or gone.
 
-    The old index, if any, is set aside, not deleted. Needs the store for itself. Ends with exit
-    code 3 when something could not be brought back.
+    The old index, if any, is set aside, not deleted. Needs the store for itself. Prints what could
+    not be brought back, one line each, and then ends with exit code 3.
     """
     import kvdb
 
@@ -32,13 +32,13 @@ def rebuild(as_json: bool) -> None:
         document["set_aside"] = None if done.set_aside is None else str(done.set_aside)
         write_json(document)
     else:
-        for lost in done.lost:
-            click.echo(lost)
+        for line in (*done.skipped, *done.lost):
+            click.echo(line)
         say(
             f"{done.blocks} blocks of {done.namespaces} namespaces are back "
             f"({human_bytes(done.nbytes)}); {len(done.skipped)} files were skipped."
         )
         if done.set_aside is not None:
             say(f"The old index is now {done.set_aside}.")
-    if done.lost:
+    if done.lost or done.skipped:
         raise click.exceptions.Exit(PROBLEMS_FOUND)

@@ -56,8 +56,6 @@ def fill(store: Store, namespace: kvdb.Namespace, blocks: int) -> np.ndarray:
                     namespace_id=namespace.id,
                     depth=depth,
                     token_count=BLOCK_TOKENS,
-                    state="live",
-                    queue="cold",
                     origin="prefill",
                     exact=False,
                     build_id=None,

@@ -104,9 +104,27 @@ def test_rebuild_keeps_names_history_and_recency_of_a_readable_index(path: Path)
         assert store.verify().problems == []
 
 
+def test_names_and_history_survive_the_loss_of_the_index_through_its_backup(path: Path) -> None:
+    fill(path)
+    with kvdb.open(path) as store:
+        namespace = open_namespace(store)
+        tip = store.match(namespace, PROMPTS[0]).tip_hash
+        store.sequence(namespace, tip, name="agent")
+        store.record(RequestRecord(1, namespace.id, 70, 70, 0, 0, 4, "full"))
+        (path / "index.backup").unlink()
+    (path / "index.sqlite").unlink()
+    report = rebuild_store(path)
+    assert (report.sequences, report.lost) == (1, [])
+    with kvdb.open(path) as store:
+        assert store.sql("SELECT name FROM sequences").rows == [("agent",)]
+        assert store.sql("SELECT count(*) FROM requests").rows == [(1,)]
+        assert store.verify().problems == []
+
+
 def test_rebuild_says_what_is_lost_with_index_and_backup(path: Path) -> None:
     fill(path)
     (path / "index.sqlite").unlink()
+    (path / "index.backup").unlink()
     report = rebuild_store(path)
     assert any("history" in line for line in report.lost)
 
