@@ -183,16 +183,24 @@ def config_file(environment: Mapping[str, str], folder: Path | None = None) -> P
     named = environment.get(FILE_VARIABLE)
     if named:
         path = Path(named).expanduser()
-        if not path.is_file():
+        if not _is_file(path):
             raise UsageError(f"{FILE_VARIABLE} names {path}, which is not a file.")
         return path
     here = (folder or Path()) / FILE_NAME
-    if here.is_file():
+    if _is_file(here):
         return here
     import platformdirs
 
     user = platformdirs.user_config_path("kvdb") / FILE_NAME
-    return user if user.is_file() else None
+    return user if _is_file(user) else None
+
+
+def _is_file(path: Path) -> bool:
+    """Also False in a folder that may not be searched, such as another user's."""
+    try:
+        return path.is_file()
+    except PermissionError:
+        return False
 
 
 def _read(file: Path) -> dict[str, object]:

@@ -12,7 +12,8 @@ SKIPS = ("full", "refill", "partial", "approximate", "none")
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
     """One row of ``requests``: what was asked, restored, refilled and computed, how long each took
-    (milliseconds), and why it missed. ``touched`` are the ids of the blocks it used."""
+    (milliseconds), and why it missed. ``touched`` are the ids of the blocks it used; ``tip_hash`` is
+    the block that its prompt and answer end in, resolved to ``tip_id`` when the row is written."""
 
     started_at: int
     namespace_id: int | None
@@ -27,7 +28,6 @@ class RequestRecord:
     client: str = ""
     miss_reason: str | None = None
     deepest_block_id: int | None = None
-    tip_id: int | None = None
     segments: str | None = None
     bytes_read: int = 0
     load_ms: float | None = None
@@ -37,12 +37,13 @@ class RequestRecord:
     first_token_ms: float | None = None
     total_ms: float | None = None
     touched: tuple[int, ...] = ()
+    tip_hash: bytes | None = None
 
 
-_COLUMNS = tuple(f.name for f in fields(RequestRecord) if f.name != "touched")
+_COLUMNS = tuple(f.name for f in fields(RequestRecord) if f.name not in ("touched", "tip_hash"))
 INSERT_REQUEST = (
-    f"INSERT INTO requests ({', '.join(_COLUMNS)}) "  # noqa: S608 - names of our own fields
-    f"VALUES ({', '.join('?' * len(_COLUMNS))})"
+    f"INSERT INTO requests ({', '.join(_COLUMNS)}, tip_id) "  # noqa: S608 - our own field names
+    f"VALUES ({', '.join('?' * len(_COLUMNS))}, (SELECT id FROM blocks WHERE hash = ?))"
 )
 TRIM_REQUESTS = (
     "DELETE FROM requests WHERE id <= (SELECT max(id) FROM requests) - "
@@ -57,6 +58,7 @@ TRIM_EVICTIONS = (
 
 def insert_request(connection: Connection, record: RequestRecord) -> None:
     """Write one row and drop rows beyond the kept number (settings ``history_*``)."""
-    connection.execute(INSERT_REQUEST, tuple(getattr(record, name) for name in _COLUMNS))
+    values = [getattr(record, name) for name in _COLUMNS]
+    connection.execute(INSERT_REQUEST, [*values, record.tip_hash])
     connection.execute(TRIM_REQUESTS)
     connection.execute(TRIM_EVICTIONS)

@@ -31,8 +31,8 @@ STEP_UP = 3  # a hit in hot history, over the number of hot history rows
 STEP_DOWN = 2  # a hit in cold history; smaller, since a wrong low ratio costs more hits
 STEP_CAP = 5  # one hit moves the ratio by at most a fifth
 HISTORY_FLOOR = 16  # a history shorter than live / 16 counts as that long
-COLD_FLOOR = 64  # cold keeps live / 64, or a loop over hot blocks lets no newcomer stay
-NEAR = 2  # hot history older than twice the oldest hot leaf is out of reach: no step
+COLD_FLOOR = 32  # cold keeps live / 32, or a loop over hot blocks lets no newcomer stay
+NEAR = 3  # hot history over three times as old as the oldest hot leaf is out of reach: no step
 HISTORY = 2  # history rows per live row, at most
 TOUCH_WINDOW_TICKS = 1  # one request is one tick: its references count once
 VICTIM_BATCH = 64
@@ -86,20 +86,20 @@ class EvictionReport:
     shards: list[str] = field(default_factory=list)
 
 
-def touch(connection: Connection, block_ids: Iterable[int]) -> None:
+def touch(connection: Connection, block_ids: Iterable[int], tick: int) -> None:
     """Count one reference to each block, all in one tick."""
-    tick = index.next_tick(connection)
     connection.executemany(TOUCH, [(tick, id_, TOUCH_WINDOW_TICKS) for id_ in block_ids])
 
 
 def readmit(connection: Connection, row: index.BlockRow, tick: int) -> None:
     """A block that history remembers is about to be live again: learn from it, and touch it."""
-    _learn(connection, row, tick)
-    connection.execute(TOUCH, (tick, row.id, TOUCH_WINDOW_TICKS))
+    learn(connection, row, tick)
+    touch(connection, [row.id], tick)
 
 
-def _learn(connection: Connection, row: index.BlockRow, tick: int) -> None:
-    """Move the ratio: up if a hot block was cut short, down if a cold one was."""
+def learn(connection: Connection, row: index.BlockRow, tick: int) -> None:
+    """A remembered block was asked for: the ratio goes up if a hot one was cut short, down if a
+    cold one was."""
     counters = index.counters(connection)
     live = counters["live_cold"] + counters["live_hot"]
     if row.queue == "hot":

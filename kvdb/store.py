@@ -420,7 +420,7 @@ class Store:
         def write(connection: Any) -> None:
             insert_request(connection, record)
             if record.touched:
-                retention.touch(connection, record.touched)
+                retention.touch(connection, record.touched, index.next_tick(connection))
 
         self._require_writer().submit_task(write)
 

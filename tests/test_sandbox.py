@@ -89,7 +89,9 @@ HOSTILE = {
     "zero blob": "SELECT zeroblob(500000000)",
     "wide printf": "SELECT printf('%.*c', 500000000, 'x')",
     "quoted printf": "SELECT \"PRINTF\"('%.*c', 500000000, 'x')",
-    "printf under a view's name": "WITH prefix_tree AS (SELECT printf('%.*c', 500000000, 'x')) SELECT * FROM prefix_tree",
+    "printf under a view's name": (
+        "WITH prefix_tree AS (SELECT printf('%.*c', 500000000, 'x')) SELECT * FROM prefix_tree"
+    ),
     "format": "SELECT format('%.*c', 500000000, 'x')",
     "replace": "SELECT replace('aaaa', 'a', 'aaaaaaaaaaaa')",
     "like bomb": "WITH RECURSIVE t(n, x) AS (SELECT 0, 'aa' UNION ALL SELECT n + 1, x || x FROM t "

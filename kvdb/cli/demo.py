@@ -142,8 +142,8 @@ def _row(name: str, run: Run, cold: Run) -> tuple[Any, ...]:
         run.stats["forwarded_prompt_tokens"],
         f"{took:.3f} s",
         f"{alone:.1f} s",
-        f"{alone / took:.1f} x",
-        "yes" if run.text == cold.text else "no",
+        None if run is cold else f"{alone / took:.1f} x",
+        None if run is cold else "yes" if run.text == cold.text else "no",
     )
 
 

@@ -32,9 +32,7 @@ BIG = Layout((LayerSpec("KVCache", (TensorSpec("keys", "F32", (1, 1, 4096), 2),)
 
 def directory_bytes(path: Path) -> int:
     return sum(
-        (Path(folder) / name).stat().st_size
-        for folder, _, names in os.walk(path)
-        for name in names
+        (Path(folder) / name).stat().st_size for folder, _, names in os.walk(path) for name in names
     )
 
 
@@ -102,8 +100,8 @@ def test_head_stays_before_tail_what_remains_of_half_a_chain_is_a_prefix(store: 
     assert 0 < report.blocks < 8
     match = store.match(namespace, tokens)
     assert match.holes == ()
-    assert match.token_count == (8 - report.blocks) * BLOCK == check_prefix(
-        store, namespace, tokens
+    assert (
+        match.token_count == (8 - report.blocks) * BLOCK == check_prefix(store, namespace, tokens)
     )
 
 
@@ -116,7 +114,9 @@ def test_a_dry_run_says_what_the_real_run_then_does(store: Store) -> None:
     assert store.info().live_blocks == 18
     real = store.evict(to_bytes=target)
     assert (plan.blocks, plan.nbytes, plan.freed_bytes) == (
-        real.blocks, real.nbytes, real.freed_bytes,
+        real.blocks,
+        real.nbytes,
+        real.freed_bytes,
     )
     assert store.evict(to_bytes=store.limit.max_bytes).blocks == 0
 

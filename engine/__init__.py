@@ -1,0 +1,32 @@
+"""mlx-lm inference that consults a kvdb store. Importing this imports no MLX."""
+
+from __future__ import annotations
+
+from engine.engine import Engine, EngineClosed
+from engine.events import (
+    End,
+    Event,
+    Message,
+    Progress,
+    Request,
+    Sampling,
+    Stats,
+    Token,
+)
+from engine.models import ModelOptions
+from engine.options import EngineOptions
+
+__all__ = [
+    "End",
+    "Engine",
+    "EngineClosed",
+    "EngineOptions",
+    "Event",
+    "Message",
+    "ModelOptions",
+    "Progress",
+    "Request",
+    "Sampling",
+    "Stats",
+    "Token",
+]

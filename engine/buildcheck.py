@@ -1,0 +1,213 @@
+"""Does this build compute the state that a namespace holds? One stored block says."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from engine import mlxlm
+from engine.cachekinds import cut
+from engine.prefill import Prefill
+from engine.restore import Buffers, capacity_for
+from engine.storage import Storage
+from kvdb.errors import KvdbError, StoreReadOnly
+from kvdb.identity import ModelIdentity, Tokens, as_tokens, canonical_json
+from kvdb.layout import Layout, TensorSpec
+
+if TYPE_CHECKING:
+    from kvdb.builds import Build
+    from kvdb.match import Match, Namespace
+    from kvdb.store import Store
+
+log = logging.getLogger("kvdb.engine")
+
+FLOAT32_TOLERANCE = 1e-3
+HALF_TOLERANCE = 5e-2
+ATTEMPTS = 3
+
+# The live block nearest to a root, and the tokens from the root to it.
+SHALLOWEST_CHAIN = """
+WITH RECURSIVE chain (id, parent_id, depth) AS (
+    SELECT id, parent_id, depth FROM (
+        SELECT b.id, b.parent_id, b.depth
+        FROM blocks AS b JOIN block_tokens AS t ON t.block_id = b.id
+        WHERE b.namespace_id = ? AND b.state = 'live' AND length(t.extra) <= 4
+        ORDER BY b.depth, b.token_count DESC, b.id LIMIT 1)
+    UNION ALL
+    SELECT b.id, b.parent_id, b.depth FROM chain JOIN blocks AS b ON b.id = chain.parent_id
+)
+SELECT t.tokens FROM chain LEFT JOIN block_tokens AS t ON t.block_id = chain.id ORDER BY depth
+"""
+VERDICT = "SELECT verdict FROM builds WHERE namespace_id = ? AND digest = ?"
+
+
+def build_digest(description: Mapping[str, Any]) -> str:
+    return hashlib.sha256(canonical_json(dict(description)).encode()).hexdigest()
+
+
+def open_storage(
+    store: Store,
+    identity: ModelIdentity,
+    layout: Layout,
+    description: Mapping[str, Any],
+    model: mlxlm.CountingModel,
+    caches: Callable[[], list[Any]],
+    *,
+    name: str,
+    block_tokens: int,
+    salt: bytes = b"",
+) -> Storage:
+    """The namespace in which this build's state is right.
+
+    A build that meets a namespace for the first time recomputes one of its blocks; if the two
+    differ beyond rounding, the build's digest makes another namespace. Raises KvdbError where the
+    store cannot be used.
+    """
+    digest = build_digest(description)
+
+    def named(build: str | None) -> Namespace:
+        return store.namespace(
+            identity, layout, model=name, block_tokens=block_tokens, salt=salt, build=build
+        )
+
+    namespace = named(None)
+    build, verdict = _known_build(store, namespace, digest, description)
+    if verdict == "unchecked":
+        difference = _measure(store, namespace, model, caches)
+        if difference is None:
+            verdict = "compatible"
+        else:
+            verdict = "compatible" if difference <= 1 else "incompatible"
+            if build is not None:
+                build = store.set_verdict(build, verdict == "compatible", difference)
+            log.info(
+                "build %s is %s with the stored state (%.3g of the tolerance)",
+                digest[:12],
+                verdict,
+                difference,
+            )
+    if verdict == "incompatible":
+        namespace = named(digest)
+        build, _ = _known_build(store, namespace, digest, description)
+    return Storage(store, namespace, build)
+
+
+def _known_build(
+    store: Store, namespace: Namespace, digest: str, description: Mapping[str, Any]
+) -> tuple[Build | None, str]:
+    try:
+        build = store.build(namespace, digest, description)
+    except StoreReadOnly:
+        rows = store.sql(VERDICT, (namespace.id, digest)).rows
+        return None, str(rows[0][0]) if rows else "unchecked"
+    return build, build.verdict
+
+
+def _measure(
+    store: Store, namespace: Namespace, model: mlxlm.CountingModel, caches: Callable[[], list[Any]]
+) -> float | None:
+    """The largest difference in units of its tolerance; None where nothing is left to compare
+    with. Infinite when stored state is there but cannot be read."""
+    for _ in range(ATTEMPTS):
+        rows = store.sql(SHALLOWEST_CHAIN, (namespace.id,), limit=100_000).rows
+        if not rows:
+            return None
+        if any(row[0] is None for row in rows):
+            return float("inf")
+        tokens = as_tokens(np.frombuffer(b"".join(bytes(row[0]) for row in rows), dtype="<u4"))
+        match = store.match(namespace, tokens, share_tail=False)
+        if not match.blocks or not match.blocks[-1].live:
+            continue
+        stored = _stored(store, match, caches)
+        if stored is None:  # damaged, and dropped by now: the next one
+            continue
+        computed = _computed(tokens, match, namespace, model, caches)
+        return _difference(namespace.layout, stored, computed, match.blocks[-1].token_count)
+    return float("inf")
+
+
+Parts = Mapping[str, npt.NDArray[np.uint8]]
+
+
+def _stored(store: Store, match: Match, caches: Callable[[], list[Any]]) -> Parts | None:
+    block = match.blocks[-1]
+    buffers = Buffers(match.namespace.layout, capacity_for(block.end, 1))
+    try:
+        if store.read(match, buffers.into, blocks=[block.index], shared=False).bad:
+            return None
+    except KvdbError:
+        return None
+    live = buffers.caches(caches(), block.end)
+    return cut(live, match.namespace.layout, block.start, block.end)
+
+
+def _computed(
+    tokens: Tokens,
+    match: Match,
+    namespace: Namespace,
+    model: mlxlm.CountingModel,
+    caches: Callable[[], list[Any]],
+) -> Parts:
+    live = caches()
+    size = namespace.block_tokens
+    prefill = Prefill(model, live, tokens, size, True, lambda: False)
+    for _ in prefill.run(0, len(tokens)):
+        pass
+    block = match.blocks[-1]
+    return cut(live, namespace.layout, block.start, block.end)
+
+
+def _difference(layout: Layout, stored: Parts, computed: Parts, tokens: int) -> float:
+    worst = 0.0
+    for part in layout.parts:
+        if part.kind != "kv":
+            continue
+        layer = layout.layers[part.layers[0]]
+        bits = dict(layer.attributes).get("bits")
+        mine = _tensors(computed[part.name], part.tensors, len(part.layers), tokens)
+        theirs = _tensors(stored[part.name], part.tensors, len(part.layers), tokens)
+        if isinstance(bits, int):
+            # One step of the quantiser may flip by rounding: compare values, allow a step.
+            group = int(dict(layer.attributes)["group_size"] or 0)
+            mine, theirs = (_dequantized(t, bits, group) for t in (mine, theirs))
+            tolerance = HALF_TOLERANCE + 2 / (2**bits - 1)
+        else:
+            wide = all(spec.dtype == "F32" for spec in part.tensors)
+            tolerance = FLOAT32_TOLERANCE if wide else HALF_TOLERANCE
+        for a, b in zip(mine, theirs, strict=True):
+            scale = float(mlxlm.scalar(mx.abs(a).max()))
+            apart = float(mlxlm.scalar(mx.abs(a - b).max()))
+            relative = apart / scale if scale else float("inf") if apart else 0.0
+            # A comparison with NaN is false: such state is not compatible.
+            worst = max(worst, relative / tolerance if relative == relative else float("inf"))
+    return worst
+
+
+def _tensors(
+    raw: npt.NDArray[np.uint8], specs: Sequence[TensorSpec], layers: int, tokens: int
+) -> list[mx.array]:
+    """All tensors of a part, layer after layer, as float32 (packed ones as they are)."""
+    arrays: list[mx.array] = []
+    at = 0
+    for _ in range(layers):
+        for spec in specs:
+            piece = raw[at : at + spec.nbytes(tokens)]
+            at += len(piece)
+            array = mx.array(piece.view(spec.numpy_dtype).reshape(spec.full_shape(tokens)))
+            if spec.dtype == "BF16":
+                array = array.view(mx.bfloat16)
+            arrays.append(array if spec.dtype == "U32" else array.astype(mx.float32))
+    return arrays
+
+
+def _dequantized(tensors: Sequence[mx.array], bits: int, group: int) -> list[mx.array]:
+    return [
+        mx.dequantize(tensors[i], tensors[i + 1], tensors[i + 2], group_size=group, bits=bits)
+        for i in range(0, len(tensors), 3)
+    ]

@@ -1,0 +1,146 @@
+"""What goes into the engine and what comes out: requests, events, statistics. Free of MLX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kvdb.errors import UsageError
+
+Reuse = Literal["max", "exact"]
+Skip = Literal["full", "refill", "partial", "approximate", "none"]
+FinishReason = Literal["stop", "length", "cancelled"]
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is chosen from logits; the names and meanings are mlx-lm's own.
+
+    ``seed`` None draws one. Equal seeds give equal tokens, whatever else the engine does.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 0.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    repetition_penalty: float | None = None
+    repetition_context: int = 20
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("temperature", 0 <= self.temperature < float("inf")),
+            ("top_p", 0 <= self.top_p <= 1),
+            ("min_p", 0 <= self.min_p <= 1),
+            ("top_k", self.top_k >= 0),
+            ("repetition_penalty", self.repetition_penalty is None or self.repetition_penalty > 0),
+            ("repetition_context", self.repetition_context > 0),
+        )
+        for name, good in checks:
+            if not good:
+                raise UsageError(f"{name} cannot be {getattr(self, name)}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt, as exactly one of text, chat messages or token ids, and what to do with it.
+
+    ``stop`` are texts that end generation and are not part of the output; ``stop_tokens`` are ids
+    that end it besides the model's own, which ``ignore_eos`` switches off. ``logprobs`` is how
+    many most likely tokens to report beside the chosen one, None for none of it. ``reuse`` is
+    ``max`` (state equal up to rounding) or ``exact`` (the bits of a cold exact run); ``read`` and
+    ``store`` say whether stored state is used, and whether new state is kept.
+    """
+
+    text: str | None = None
+    messages: Sequence[Message] | None = None
+    tokens: Sequence[int] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    sampling: Sampling = field(default_factory=Sampling)
+    logprobs: int | None = None
+    reuse: Reuse = "max"
+    read: bool = True
+    store: bool = True
+    tenant: str = ""
+    client: str = ""
+
+    def __post_init__(self) -> None:
+        given = sum(value is not None for value in (self.text, self.messages, self.tokens))
+        if given != 1:
+            raise UsageError("A request needs exactly one of text, messages and tokens.")
+        if self.max_tokens < 1:
+            raise UsageError(f"max_tokens must be at least 1, not {self.max_tokens}.")
+        if self.reuse not in ("max", "exact"):
+            raise UsageError(f"reuse must be 'max' or 'exact', not {self.reuse!r}.")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise UsageError(f"logprobs must not be negative, not {self.logprobs}.")
+        if isinstance(self.stop, str) or "" in self.stop:
+            raise UsageError("stop must be a tuple of texts that are not empty.")
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What one request cost. restored + refilled + computed = prompt tokens.
+
+    ``forwarded_tokens`` were counted in the model call itself, ``forwarded_prompt_tokens`` of them
+    before the first decode step. Times are milliseconds since the engine took the request, except
+    the durations ``load_ms`` (of the model, on the first request), ``lookup_ms``, ``restore_ms``
+    and ``prefill_ms``.
+    """
+
+    prompt_tokens: int
+    restored_tokens: int = 0
+    refilled_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    forwarded_tokens: int = 0
+    forwarded_prompt_tokens: int = 0
+    skip: Skip = "none"
+    miss_reason: str | None = None
+    bytes_read: int = 0
+    load_ms: float = 0.0
+    lookup_ms: float = 0.0
+    restore_ms: float = 0.0
+    prefill_ms: float = 0.0
+    first_token_ms: float | None = None
+    total_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """``done`` of ``total`` prompt tokens have their state."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token. ``text`` is what became printable with it, maybe nothing yet."""
+
+    id: int
+    text: str
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The last event. ``text`` is what was held back until the end was certain."""
+
+    reason: FinishReason
+    text: str
+    stats: Stats
+
+
+Event = Progress | Token | End

@@ -1,0 +1,350 @@
+"""One request on the MLX thread: look up, plan, restore, compute, decode, store, record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+
+from engine import cachekinds, mlxlm
+from engine.events import End, Event, FinishReason, Progress, Request, Skip, Stats, Token
+from engine.plan import Compute, Plan, Refill, Restore, plan
+from engine.prefill import Cancelled, Prefill
+from engine.restore import Buffers, capacity_for, logits_array, logits_bytes
+from engine.sampling import Choice, Chooser, top_logprobs
+from engine.storage import Recorder
+from engine.text import Output, encode
+from kvdb.history import RequestRecord
+from kvdb.identity import as_tokens, chain_hashes
+
+if TYPE_CHECKING:
+    from engine.worker import Worker
+    from kvdb.sequences import Lease
+
+Bytes = cachekinds.Bytes
+# mlx-lm gives freed buffers back this often while decoding.
+CLEAR_EVERY = 256
+
+
+class Generation:
+    """The state of one request, from its tokens to its record."""
+
+    def __init__(
+        self, worker: Worker, request: Request, cancelled: Callable[[], bool], load_ms: float
+    ) -> None:
+        self._started, self._started_us = time.perf_counter(), time.time_ns() // 1000
+        self._worker = worker
+        self._request = request
+        self._cancelled = cancelled
+        self._load_ms = load_ms
+        loaded = worker.loaded
+        self._prompt = encode(request, loaded.tokenizer, loaded.context, worker.vocabulary)
+        self._room = self._generation_room(loaded.context)
+        self._chooser = Chooser(request.sampling, self._prompt, worker.vocabulary)
+        self._output = Output(request, loaded.tokenizer, loaded.eos, self._room)
+        self._storage = worker.storage if request.read or request.store else None
+        self._lease: Lease | None = None
+        self._recorder: Recorder | None = None
+        self._caches: list[Any] = []
+        self._generated: list[int] = []
+        self._fed = 0  # generated tokens whose state is, or is about to be, in the caches
+        self._kept = len(self._prompt)  # tokens whose blocks were handed to the store
+        self._finish: FinishReason | None = None
+        self._restored = self._refilled = self._computed = 0
+        self._skip: Skip = "none"
+        self._read_nbytes = 0
+        self._touched: tuple[int, ...] = ()
+        self._base = worker.model.forwarded
+        self._prompt_forwarded: int | None = None
+        self._lookup_ms = self._restore_ms = self._prefill_ms = 0.0
+        self._first_token_ms: float | None = None
+        self._damaged = False
+
+    def events(self) -> Iterator[Event]:
+        """Run to the end. The lease is released whatever happens."""
+        try:
+            try:
+                yield from self._answer()
+            except Cancelled:
+                self._finish = "cancelled"
+            self._keep_generated(final=True)
+        finally:
+            if self._storage is not None:
+                self._storage.release(self._lease)
+        stats = self._stats()
+        self._record(stats)
+        yield End(self._finish or "length", self._output.rest(), stats)
+
+    def _answer(self) -> Iterator[Event]:
+        steps = self._look_up()
+        choice = None
+        if steps.stored_logits:
+            logits = self._stored_logits()
+            if logits is None:
+                steps = self._plan(logits_ok=False)
+            else:
+                # Sampled before any payload is read: the state is restored behind it.
+                choice = self._choose(logits)
+                yield self._emit(choice)
+        if self._finish is not None:
+            self._settle(steps)
+            return
+        steps = self._restore(steps)
+        yield Progress(steps.restored, len(self._prompt))
+        logits = yield from self._compute(steps)
+        raw = None if logits is None else logits_bytes(logits)
+        if choice is None and logits is not None:
+            choice = self._choose(logits)
+            yield self._emit(choice)
+        if self._recorder is not None and raw is not None:
+            self._keep_prompt_end(self._recorder, steps, raw)
+        if self._finish is None and choice is not None:
+            yield from self._decode(choice)
+
+    # -- what is stored ----------------------------------------------------------------------
+
+    def _look_up(self) -> Plan:
+        began = time.perf_counter()
+        if self._storage is not None and self._request.read:
+            self._lease = self._storage.lease(
+                self._prompt, self._request.reuse, self._request.tenant
+            )
+        steps = self._plan()
+        self._lookup_ms = _since(began)
+        return steps
+
+    def _plan(self, **without: Any) -> Plan:
+        found = None if self._lease is None else self._lease.match
+        return plan(found, len(self._prompt), self._request.reuse, **without)
+
+    def _stored_logits(self) -> mx.array | None:
+        layout = self._worker.layout
+        location = None if self._lease is None else self._lease.match.logits
+        if self._storage is None or location is None or layout is None or layout.logits is None:
+            return None
+        raw = self._storage.read_part(location)
+        return None if raw is None else logits_array(raw, layout.logits)
+
+    def _settle(self, steps: Plan) -> None:
+        """Take a plan as what is done: what it restores counts, and counts as used."""
+        self._restored, self._skip = steps.restored, steps.skip
+        if self._lease is not None:
+            match = self._lease.match
+            used = [match.blocks[index].id for index in steps.reads]
+            if steps.shared and match.shared is not None:
+                used.append(match.shared.block.id)
+            self._touched = tuple(used)
+
+    def _restore(self, steps: Plan) -> Plan:
+        """Read what the plan restores; what cannot be read makes another plan, the request goes
+        on."""
+        began = time.perf_counter()
+        worker, layout = self._worker, self._worker.layout
+        if layout is None:
+            self._caches = worker.new_caches()
+            self._settle(steps)
+            return steps
+        buffers = Buffers(layout, capacity_for(len(self._prompt), self._room))
+        first = steps.steps[0]
+        if isinstance(first, Restore) and self._storage is not None and self._lease is not None:
+            match = self._lease.match
+            read = self._storage.read(match, buffers.into, first.blocks, first.shared)
+            self._read_nbytes = read.nbytes
+            if read.bad or (first.shared and not read.shared_ok):
+                self._damaged = True
+                steps = self._plan(bad=read.bad, shared_ok=read.shared_ok)
+        self._caches = buffers.caches(worker.new_caches(), steps.start)
+        self._settle(steps)
+        self._restore_ms = _since(began)
+        if self._storage is not None and self._request.store:
+            self._recorder = Recorder(
+                self._storage,
+                lambda start, end: cachekinds.cut(self._caches, layout, start, end),
+                known=steps.reads,
+                exact=self._request.reuse == "exact",
+                running=None if self._lease is None else self._lease.sequence,
+            )
+        return steps
+
+    # -- computing the prompt ----------------------------------------------------------------
+
+    def _compute(self, steps: Plan) -> Generator[Event, None, mx.array | None]:
+        """Refill and compute; returns the raw logits of the last token if it was computed."""
+        began = time.perf_counter()
+        exact = self._request.reuse == "exact"
+        step = self._worker.block_tokens if exact else self._worker.step
+        prefill = Prefill(
+            self._worker.model, self._caches, self._prompt, step, exact, self._cancelled
+        )
+        logits = None
+        try:
+            for part in steps.steps:
+                if isinstance(part, Refill):
+                    yield from self._run(prefill, part.start, part.end, refill=True)
+                elif isinstance(part, Compute):
+                    middle = prefill.last_step_start(part.start, part.end)
+                    yield from self._run(prefill, part.start, middle, refill=False)
+                    if self._cancelled():
+                        raise Cancelled
+                    logits = prefill.last(middle, part.end)
+                    self._computed += part.end - middle
+        finally:
+            self._prefill_ms = _since(began)
+        mlxlm.set_offset(self._caches, len(self._prompt))
+        return logits
+
+    def _run(self, prefill: Prefill, start: int, end: int, *, refill: bool) -> Iterator[Event]:
+        at = start
+        for done in prefill.run(start, end):
+            if refill:
+                self._refilled += done - at
+            else:
+                self._computed += done - at
+            if self._recorder is not None:
+                self._recorder.put_range(self._prompt, at, done)
+            at = done
+            yield Progress(self._restored + self._refilled + self._computed, len(self._prompt))
+
+    def _keep_prompt_end(self, recorder: Recorder, steps: Plan, logits: Bytes) -> None:
+        """Store what the last step computed, and the logits after it."""
+        size = self._worker.block_tokens
+        last = (len(self._prompt) - 1) // size
+        recorder.put_range(self._prompt, min(steps.start, last * size), last * size)
+        recorder.put_prompt_end(self._prompt, logits)
+
+    # -- generating --------------------------------------------------------------------------
+
+    def _choose(self, logits: mx.array, before: mx.array | None = None) -> Choice:
+        if self._worker.observe is not None:
+            self._worker.observe(logits)
+        return self._chooser.choose(logits, before)
+
+    def _emit(self, choice: Choice) -> Token:
+        token = int(mlxlm.scalar(choice.token))
+        if self._first_token_ms is None:
+            self._first_token_ms = _since(self._started)
+        self._generated.append(token)
+        text, self._finish = self._output.feed(token)
+        if self._request.logprobs is None:
+            return Token(token, text)
+        logprob, best = top_logprobs(choice, self._request.logprobs)
+        return Token(token, text, logprob, best)
+
+    def _decode(self, first: Choice) -> Iterator[Event]:
+        """Generate after the first token. The next forward is under way while a token is handed
+        out, so the last token's state is usually there too."""
+        self._prompt_forwarded = self._worker.model.forwarded - self._base
+        pending = self._forward(first)
+        while self._finish is None:
+            if self._cancelled():
+                raise Cancelled
+            following = None
+            if len(self._generated) + 1 < self._room:
+                following = self._forward(pending)
+            yield self._emit(pending)
+            self._keep_generated(final=False)
+            if len(self._generated) % CLEAR_EVERY == 0:
+                mlxlm.release_buffers()
+            if following is None:
+                break
+            pending = following
+
+    def _forward(self, choice: Choice) -> Choice:
+        """Put a chosen token through the model and choose the next; nothing waits here."""
+        logits = self._worker.model(choice.token[None], self._caches)[:, -1, :]
+        self._fed += 1
+        following = self._choose(logits, choice.token)
+        mlxlm.start(following.token)
+        return following
+
+    def _keep_generated(self, *, final: bool) -> None:
+        """Store the state that decoding added: whole blocks as they fill, the tail at the end."""
+        if self._recorder is None or not self._fed:
+            return
+        # A forward under way holds the state of its own input, which is known by now or dropped.
+        total = len(self._prompt) + min(self._fed, len(self._generated))
+        size = self._worker.block_tokens
+        if not final:
+            total -= total % size
+        if total <= self._kept:
+            return
+        tokens = np.concatenate([self._prompt, as_tokens(self._generated)])[:total]
+        self._recorder.put_generated(tokens, self._kept)
+        self._kept = total
+
+    # -- accounts ----------------------------------------------------------------------------
+
+    def _generation_room(self, context: int | None) -> int:
+        """How many tokens may be generated: the context bounds it, one is always there."""
+        if context is None:
+            return self._request.max_tokens
+        return min(self._request.max_tokens, max(1, context - len(self._prompt)))
+
+    def _stats(self) -> Stats:
+        forwarded = self._worker.model.forwarded - self._base
+        at_prompt = self._prompt_forwarded
+        reason = None if self._lease is None else self._lease.match.miss_reason
+        return Stats(
+            prompt_tokens=len(self._prompt),
+            restored_tokens=self._restored,
+            refilled_tokens=self._refilled,
+            computed_tokens=self._computed,
+            generated_tokens=len(self._generated),
+            forwarded_tokens=forwarded,
+            forwarded_prompt_tokens=forwarded if at_prompt is None else at_prompt,
+            skip=self._skip,
+            miss_reason="damaged" if self._damaged else reason,
+            bytes_read=self._read_nbytes,
+            load_ms=self._load_ms,
+            lookup_ms=self._lookup_ms,
+            restore_ms=self._restore_ms,
+            prefill_ms=self._prefill_ms,
+            first_token_ms=self._first_token_ms,
+            total_ms=_since(self._started),
+        )
+
+    def _record(self, stats: Stats) -> None:
+        if self._storage is None:
+            return
+        self._storage.record(
+            RequestRecord(
+                started_at=self._started_us,
+                namespace_id=self._storage.namespace.id,
+                # A cancelled prompt counts as far as it got.
+                prompt_tokens=self._restored + self._refilled + self._computed,
+                restored_tokens=self._restored,
+                refilled_tokens=self._refilled,
+                computed_tokens=self._computed,
+                generated_tokens=len(self._generated),
+                skip=self._skip,
+                tenant=self._request.tenant,
+                client=self._request.client,
+                miss_reason=stats.miss_reason,
+                deepest_block_id=None if self._lease is None else self._lease.match.tip_id,
+                tip_hash=self._tip_hash(),
+                bytes_read=self._read_nbytes,
+                load_ms=self._load_ms,
+                lookup_ms=self._lookup_ms,
+                restore_ms=self._restore_ms,
+                prefill_ms=self._prefill_ms,
+                first_token_ms=self._first_token_ms,
+                total_ms=stats.total_ms,
+                touched=self._touched,
+            )
+        )
+
+    def _tip_hash(self) -> bytes | None:
+        """Hash of the block that the stored state of this request ends in."""
+        if self._storage is None or self._finish == "cancelled":
+            return None
+        namespace = self._storage.namespace
+        tokens = np.concatenate([self._prompt, as_tokens(self._generated)])[: self._kept]
+        return chain_hashes(namespace.fingerprint, tokens, namespace.block_tokens)[-1]
+
+
+def _since(began: float) -> float:
+    """Milliseconds since a reading of the performance counter."""
+    return (time.perf_counter() - began) * 1e3

@@ -1,0 +1,187 @@
+"""Everything that leans on mlx-lm's inside: cache fields, model calls, code. mlx-lm is 0.32.*."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import inspect
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+
+from engine.blas import Blas
+from kvdb.errors import UsageError
+
+# Caches grow in steps of this many tokens, so a restored one is made a multiple of it long.
+GROWTH = 256
+
+
+class CountingModel:
+    """The model call, counting the tokens that really go through it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.forwarded = 0
+
+    def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
+        self.forwarded += tokens.size
+        logits: mx.array = self.model(tokens, cache=cache)
+        return logits
+
+
+def new_cache(model: nn.Module, kv_bits: int | None, kv_group_size: int) -> list[Any]:
+    """The model's own empty caches, or their quantised form from token 0 on.
+
+    Raises UsageError where a cache class of the model has no quantised form.
+    """
+    caches: list[Any] = make_prompt_cache(model)
+    if kv_bits is None:
+        return caches
+    for cache in caches:
+        if type(cache) is not KVCache:
+            raise UsageError(f"kv_bits cannot be used: {type(cache).__name__} is not quantisable.")
+    return [QuantizedKVCache(group_size=kv_group_size, bits=kv_bits) for _ in caches]
+
+
+def kv_tensors(cache: KVCache) -> list[tuple[str, mx.array]]:
+    """The whole over-allocated buffers; only the first ``offset`` tokens are state."""
+    return [("keys", cache.keys), ("values", cache.values)]
+
+
+def build_kv(arrays: Sequence[mx.array], template: KVCache) -> KVCache:
+    cache = KVCache()
+    cache.keys, cache.values = arrays
+    return cache
+
+
+def quantized_tensors(cache: QuantizedKVCache) -> list[tuple[str, mx.array]]:
+    names = ("packed", "scales", "biases")
+    return [
+        (f"{which}.{name}", array)
+        for which, triple in (("keys", cache.keys), ("values", cache.values))
+        for name, array in zip(names, triple, strict=True)
+    ]
+
+
+def build_quantized(arrays: Sequence[mx.array], template: QuantizedKVCache) -> QuantizedKVCache:
+    cache = QuantizedKVCache(group_size=template.group_size, bits=template.bits)
+    cache.keys, cache.values = tuple(arrays[:3]), tuple(arrays[3:])
+    return cache
+
+
+def set_offset(caches: Sequence[Any], offset: int) -> None:
+    """Make ``offset`` the number of valid tokens; what lies behind it stays in the buffers."""
+    for cache in caches:
+        cache.offset = offset
+
+
+def evaluate(caches: Sequence[Any], *more: mx.array) -> None:
+    """Finish all pending work on ``caches`` and ``more``."""
+    mx.eval([cache.state for cache in caches], *more)
+
+
+def start(array: mx.array) -> None:
+    """Begin computing ``array``; nothing waits for it here."""
+    begin: Any = mx.async_eval
+    begin(array)
+
+
+def scalar(array: mx.array) -> Any:
+    """The one element of ``array`` as a Python number; waits for it."""
+    return array.item()
+
+
+def release_buffers() -> None:
+    """Give freed GPU buffers back. On a CPU it would only buy page faults at the next step."""
+    if on_gpu():
+        mx.clear_cache()
+
+
+def release_thread() -> None:
+    """Finish and give up this thread's streams. A process that ends with a stream of a thread that
+    is gone is aborted by MLX."""
+    mx.synchronize()
+    mx.clear_streams()
+
+
+def on_gpu() -> bool:
+    return bool(mx.default_device().type == mx.DeviceType.gpu)
+
+
+def host_memory() -> bool:
+    """True where MLX arrays are plain memory, so that numpy can view them without a copy."""
+    return not on_gpu() or bool(mx.metal.is_available())
+
+
+def rope_attributes(layer: Any) -> tuple[tuple[str, str | int | float | bool | None], ...]:
+    """The layer's rotary embedding as layout attributes: parameters where they are mlx's plain
+    RoPE, else only that there is another one (the config digest covers what it is)."""
+    if not isinstance(layer, nn.Module):
+        return ()
+    ropes = [module for name, module in layer.named_modules() if name.rsplit(".")[-1] == "rope"]
+    if not ropes:
+        return (("rope", None),)
+    if type(ropes[0]) is not nn.RoPE:
+        return (("rope", "other"),)
+    rope = ropes[0]
+    return (
+        ("rope", "plain"),
+        ("rope_dims", int(rope.dims)),
+        ("rope_base", float(rope.base)),
+        ("rope_scale", float(rope.scale)),
+        ("rope_traditional", bool(rope.traditional)),
+    )
+
+
+def build_description(model: nn.Module, blas: Blas) -> dict[str, str | int | None]:
+    """What computes here: code, versions, device, BLAS. Its digest names a build."""
+    code = hashlib.sha256()
+    for module in _model_modules(sys.modules.get(type(model).__module__)):
+        code.update(module.__name__.encode() + b"\0")
+        code.update(hashlib.sha256(Path(inspect.getfile(module)).read_bytes()).digest())
+    return {
+        "code": code.hexdigest(),
+        "mlx": importlib.metadata.version("mlx"),
+        "device": "gpu" if on_gpu() else "cpu",
+        "hardware": _hardware(),
+        "blas": blas.name,
+        "blas_version": blas.version,
+        "blas_core": blas.core,
+        "blas_threads": blas.threads,
+    }
+
+
+def _hardware() -> str:
+    """The GPU's name, else the processor architecture."""
+    if on_gpu():
+        return str(mx.device_info().get("device_name", "gpu"))
+    return platform.machine()
+
+
+def _model_modules(root: ModuleType | None) -> Iterator[ModuleType]:
+    """The modules of ``mlx_lm.models`` that ``root`` reaches, sorted by name, cache always."""
+    found: dict[str, ModuleType] = {}
+    waiting = [module for module in (root, sys.modules.get("mlx_lm.models.cache")) if module]
+    while waiting:
+        module = waiting.pop()
+        if module.__name__ in found:
+            continue
+        found[module.__name__] = module
+        for value in vars(module).values():
+            name = (
+                value.__name__
+                if isinstance(value, ModuleType)
+                else getattr(value, "__module__", None)
+            )
+            if isinstance(name, str) and name.startswith("mlx_lm.models."):
+                other = sys.modules.get(name)
+                if other is not None:
+                    waiting.append(other)
+    return iter(sorted(found.values(), key=lambda module: module.__name__))

@@ -1,0 +1,95 @@
+"""From raw logits to tokens: mlx-lm's processors and samplers, one random stream per request."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+from engine import mlxlm
+from engine.events import Sampling
+from kvdb.errors import UsageError
+from kvdb.identity import Tokens
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A sampled token, still pending: ``token`` is ``(1,)``, ``logprobs`` ``(1, vocabulary)``."""
+
+    token: mx.array
+    logprobs: mx.array
+
+
+class Chooser:
+    """Chooses the tokens of one request, in order.
+
+    Processors see the prompt and every token chosen before, as in a cold run, whatever was
+    restored. The random key of token i depends on the seed and i only: mlx's random state is
+    global to a thread, and would otherwise carry one request's draws into another's.
+    """
+
+    def __init__(self, sampling: Sampling, prompt: Tokens, vocabulary: int) -> None:
+        if sampling.top_k >= vocabulary:
+            raise UsageError(f"top_k must be below the vocabulary's size ({vocabulary}).")
+        self._random = sampling.temperature > 0
+        self._seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        self._position = 0
+        self._sampler: Callable[[mx.array], mx.array] = make_sampler(
+            temp=sampling.temperature,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            top_k=sampling.top_k,
+        )
+        self._processors: list[Callable[[mx.array, mx.array], mx.array]] = make_logits_processors(
+            dict(sampling.logit_bias) if sampling.logit_bias else None,
+            sampling.repetition_penalty,
+            sampling.repetition_context,
+            sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+        )
+        self._history = mx.array(prompt) if self._processors else None
+
+    def choose(self, logits: mx.array, before: mx.array | None = None) -> Choice:
+        """Choose from raw logits ``(1, vocabulary)``; ``before`` is the token chosen last. Nothing
+        is evaluated here."""
+        if self._history is not None:
+            if before is not None:
+                self._history = mx.concatenate([self._history, before.astype(mx.uint32)])
+            # Some processors assign into what they get: the raw logits must stay as they are.
+            logits = logits + 0
+            for process in self._processors:
+                logits = process(self._history, logits)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        if self._random:
+            mx.random.seed(_mix(self._seed, self._position))
+        self._position += 1
+        return Choice(self._sampler(logprobs), logprobs)
+
+
+def top_logprobs(choice: Choice, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """The chosen token's log probability, and the ``count`` most likely tokens', best first."""
+    values = np.array(choice.logprobs[0].astype(mx.float32))
+    chosen = float(values[int(mlxlm.scalar(choice.token))])
+    count = min(count, len(values))
+    if count == 0:
+        return chosen, ()
+    best = np.argpartition(values, len(values) - count)[-count:].tolist()
+    ranked = sorted(
+        ((token, float(values[token])) for token in best), key=lambda pair: (-pair[1], pair[0])
+    )
+    return chosen, tuple(pair for pair in ranked if math.isfinite(pair[1]))
+
+
+def _mix(seed: int, position: int) -> int:
+    """splitmix64 of both: neighbouring seeds and positions give unrelated keys."""
+    value = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 1) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
