@@ -11,8 +11,8 @@ SKIPS = ("full", "refill", "partial", "approximate", "none")
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One row of ``requests``: what was asked, restored, refilled and computed, how long each took
-    (milliseconds), and why it missed. ``touched`` are the ids of the blocks it used; ``tip_hash`` is
+    """A row of ``requests``: what was asked, restored, refilled and computed, how long each part
+    took (milliseconds), and why it missed. ``touched`` are the ids of the blocks it used; ``tip_hash`` is
     the block that its prompt and answer end in, resolved to ``tip_id`` when the row is written."""
 
     started_at: int

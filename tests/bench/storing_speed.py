@@ -85,33 +85,36 @@ def main() -> None:
     prefill: list[float] = []
     floor: list[float] = []
     decode: list[float] = []
-    with tempfile.TemporaryDirectory() as folder:
-        with kvdb.open(Path(folder) / "store") as store, Engine(store, options.model) as engine:
-            from engine import generation, storage
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        kvdb.open(Path(folder) / "store") as store,
+        Engine(store, options.model) as engine,
+    ):
+        from engine import generation, storage
 
-            for name in ("lease", "release", "read", "read_part", "put", "record"):
-                meter.wrap(storage.Storage, name)
-            for name in ("put_range", "put_prompt_end", "put_generated"):
-                meter.wrap(storage.Recorder, name)
-            meter.wrap(generation.Generation, "_keep_generated")
-            for round_ in range(options.rounds):
-                random = np.random.default_rng(round_)
-                prompt = random.integers(1000, 40_000, options.tokens).tolist()
-                floor.append(mlx_lm_prefill(engine, prompt))
-                meter.seconds, writer = 0.0, thread_cpu("kvdb-writer")
-                _finish(engine, prompt, 1)
-                store.flush()
-                prefill.append(meter.seconds + thread_cpu("kvdb-writer") - writer)
-                meter.seconds = 0.0
-                _finish(engine, prompt, 1)
-                once, meter.seconds = meter.seconds, 0.0
-                _finish(engine, prompt, 1 + options.decoded)
-                decode.append((meter.seconds - once) / options.decoded)
-                print(
-                    f"prefill {floor[-1]:.2f} s of CPU, storing {prefill[-1] * 1e3:.0f} ms, "
-                    f"decoding {decode[-1] * 1e3:.3f} ms a token",
-                    file=sys.stderr,
-                )
+        for name in ("lease", "release", "read", "read_part", "put", "record"):
+            meter.wrap(storage.Storage, name)
+        for name in ("put_range", "put_prompt_end", "put_generated"):
+            meter.wrap(storage.Recorder, name)
+        meter.wrap(generation.Generation, "_keep_generated")
+        for round_ in range(options.rounds):
+            random = np.random.default_rng(round_)
+            prompt = random.integers(1000, 40_000, options.tokens).tolist()
+            floor.append(mlx_lm_prefill(engine, prompt))
+            meter.seconds, writer = 0.0, thread_cpu("kvdb-writer")
+            _finish(engine, prompt, 1)
+            store.flush()
+            prefill.append(meter.seconds + thread_cpu("kvdb-writer") - writer)
+            meter.seconds = 0.0
+            _finish(engine, prompt, 1)
+            once, meter.seconds = meter.seconds, 0.0
+            _finish(engine, prompt, 1 + options.decoded)
+            decode.append((meter.seconds - once) / options.decoded)
+            print(
+                f"prefill {floor[-1]:.2f} s of CPU, storing {prefill[-1] * 1e3:.0f} ms, "
+                f"decoding {decode[-1] * 1e3:.3f} ms a token",
+                file=sys.stderr,
+            )
     json.dump(
         {
             "tokens": options.tokens,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import click
@@ -113,16 +113,20 @@ def test_nothing_heavy_is_loaded(
 
 
 def test_help_is_quick(environment: dict[str, str]) -> None:
-    """The best of five, beside an interpreter that does nothing: the machine may be busy."""
+    """In processor time, the best of five: the machine may be busy."""
 
-    def best(*arguments: str) -> float:
-        times = []
-        for _ in range(5):
-            started = time.perf_counter()
-            subprocess.run(
-                [sys.executable, *arguments], env=environment, check=True, capture_output=True
-            )
-            times.append(time.perf_counter() - started)
-        return min(times)
+    def used() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
 
-    assert best("-m", "kvdb", "--help") - best("-c", "pass") < HELP_SECONDS
+    times = []
+    for _ in range(5):
+        before = used()
+        subprocess.run(
+            [sys.executable, "-m", "kvdb", "--help"],
+            env=environment,
+            check=True,
+            capture_output=True,
+        )
+        times.append(used() - before)
+    assert min(times) < HELP_SECONDS
