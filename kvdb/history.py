@@ -12,8 +12,8 @@ SKIPS = ("full", "refill", "partial", "approximate", "none")
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
     """A row of ``requests``: what was asked, restored, refilled and computed, how long each part
-    took (milliseconds), and why it missed. ``touched`` are the ids of the blocks it used; ``tip_hash`` is
-    the block that its prompt and answer end in, resolved to ``tip_id`` when the row is written."""
+    took (milliseconds), and why it missed. ``touched`` are the ids of the blocks it used;
+    ``tip_hash`` is the block that its prompt and answer end in: ``tip_id`` in the row."""
 
     started_at: int
     namespace_id: int | None
