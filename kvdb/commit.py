@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from kvdb import index, retention
 from kvdb.clock import Environment
 from kvdb.codecs import Codec
+from kvdb.compaction import Compactor
 from kvdb.driver import Connection, Database
 from kvdb.durable import FileSystem, publish
 from kvdb.identity import ROOT_PARENT, Checksum, encode_extra, extra_by_block
@@ -31,6 +32,9 @@ from kvdb.shards import (
 from kvdb.writer import Payload, PutJob, Task, Ticket
 
 log = logging.getLogger("kvdb.writer")
+
+# Compact before evicting once this share of the limit is dead bytes in living shards.
+WASTE_SHARE = 16
 
 
 @dataclass(slots=True)
@@ -55,6 +59,10 @@ class _Shard:
     id: int = 0
     uuid: str = ""
 
+    @property
+    def part_bytes(self) -> int:
+        return sum(part.nbytes for member in self.staged for part in member.block.parts)
+
 
 class Committer:
     """See the module. One per open store; called by the writer's thread only."""
@@ -68,6 +76,7 @@ class Committer:
         environment: Environment,
         codec: Codec,
         process_id: int,
+        compactor: Compactor,
     ) -> None:
         self._database = database
         self._limit = limit
@@ -76,6 +85,7 @@ class Committer:
         self._environment = environment
         self._codec = codec
         self._process_id = process_id
+        self._compactor = compactor
 
     def commit(self, jobs: Sequence[PutJob], tasks: Sequence[Task]) -> None:
         """Store ``jobs`` and run ``tasks`` in the same transaction. Raises KvdbError or OSError
@@ -85,7 +95,9 @@ class Committer:
         try:
             with self._database.write() as connection:
                 for shard in published:
-                    connection.execute(index.PUBLISH_SHARD, (shard.nbytes, shard.id))
+                    connection.execute(
+                        index.PUBLISH_SHARD, (shard.nbytes, shard.part_bytes, shard.id)
+                    )
                 visible = _Visible(connection, self._environment.now_us(), published)
                 visible.insert(jobs)
                 for counter, by in visible.dropped(jobs, self._limit.block_bytes).items():
@@ -215,10 +227,22 @@ class Committer:
                     ).fetchone()
                     return None
                 protect = _ancestors(connection, jobs)
+            if self._give_back_waste(excess):
+                continue
             # Room goes in bigger bites than one shard, so that not every put has to evict.
             bite = max(excess, min(self._limit.shard_bytes, self._limit.max_bytes // 64))
             if self._retention.free(bite, protect=protect).freed_bytes < excess:
                 return "limit"
+
+    def _give_back_waste(self, excess: int) -> bool:
+        """Dead bytes between live ones go before any block does; True when some did."""
+        if self._compactor.waste() <= max(excess, self._limit.max_bytes // WASTE_SHARE):
+            return False
+        try:
+            return self._compactor.run(small=False).freed_bytes > 0
+        except OSError as error:
+            log.warning("compaction failed: %s", error.strerror)
+            return False
 
     def _publish(self, shards: Sequence[_Shard], reserved: Sequence[_Shard]) -> list[_Shard]:
         published: list[_Shard] = []

@@ -78,7 +78,8 @@ def publish(fs: FileSystem, temp: Path, target: Path, chunks: Iterable[memoryvie
     """Write ``chunks`` to ``temp``, make them durable and give them the name ``target``.
 
     Returns the bytes written. After a crash at any point either the whole file is at ``target``
-    or nothing is. On an error the temp file is removed and the error goes on (OSError).
+    or nothing is. On an error both are removed and the error goes on (OSError); ``target`` must be
+    a name that was never used before.
     """
     fd = fs.create(temp)
     try:
@@ -94,8 +95,9 @@ def publish(fs: FileSystem, temp: Path, target: Path, chunks: Iterable[memoryvie
         fs.sync_directory(target.parent)
     except OSError:
         # The reason for the failure matters, not that of a failed clean-up of the same disk.
-        with contextlib.suppress(OSError):
-            fs.unlink(temp)
+        for path in (temp, target):
+            with contextlib.suppress(OSError):
+                fs.unlink(path)
         raise
     return nbytes
 

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvdb.driver import Connection
-from kvdb.identity import Tokens
+from kvdb.errors import UsageError
+from kvdb.identity import ModelIdentity, Tokens
+from kvdb.layout import Layout
 from kvdb.reader import Location
 from kvdb.shards import NamespaceRecord
 
@@ -113,13 +115,19 @@ INSERT_NAMESPACE = (
     "created_at, used_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING id"
 )
 USE_NAMESPACE = "UPDATE namespaces SET used_at = ?, model = ? WHERE id = ?"
+NAMESPACE_RECORD = (
+    "SELECT fingerprint, model, identity, layout, block_tokens, salt, build FROM namespaces "
+    "WHERE id = ?"
+)
 NAMESPACE_BLOCKS = "SELECT live_blocks FROM namespaces WHERE id = ?"
 
 INSERT_SHARD = (
     "INSERT INTO shards (uuid, state, namespace_id, process_id, nbytes, created_at) "
     "VALUES (?, 'writing', ?, ?, ?, ?) RETURNING id"
 )
-PUBLISH_SHARD = "UPDATE shards SET state = 'live', process_id = NULL, nbytes = ? WHERE id = ?"
+PUBLISH_SHARD = (
+    "UPDATE shards SET state = 'live', process_id = NULL, nbytes = ?, part_bytes = ? WHERE id = ?"
+)
 KILL_EMPTY_SHARDS = (
     "UPDATE shards SET state = 'dead' WHERE id = ? AND live_parts = 0 AND state = 'live' "
     "RETURNING id, uuid, nbytes"
@@ -451,3 +459,20 @@ def drop_expired(connection: Connection, now: int) -> None:
     """Release sequences whose time is over, some at a time."""
     for (sequence_id,) in connection.execute(EXPIRED_SEQUENCES, (now,)).fetchall():
         drop_sequence(connection, sequence_id)
+
+
+def namespace_record(connection: Connection, namespace_id: int) -> NamespaceRecord:
+    """A namespace as its shards describe it. Raises UsageError when there is none."""
+    row = connection.execute(NAMESPACE_RECORD, (namespace_id,)).fetchone()
+    if row is None:
+        raise UsageError("The namespace belongs to another store.")
+    fingerprint, model, identity, layout, block_tokens, salt, build = row
+    return NamespaceRecord(
+        fingerprint,
+        model,
+        ModelIdentity.from_json(identity),
+        Layout.from_json(layout),
+        block_tokens,
+        salt,
+        build,
+    )

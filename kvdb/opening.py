@@ -12,6 +12,8 @@ from kvdb.backup import write_backup
 from kvdb.clock import Environment
 from kvdb.codecs import Codec, get_codec
 from kvdb.commit import Committer
+from kvdb.compaction import Compactor
+from kvdb.damage import DamageDesk
 from kvdb.driver import Database
 from kvdb.durable import FileSystem
 from kvdb.errors import (
@@ -122,7 +124,11 @@ def _open_writable(
         unfinished = connection.execute(index.DEAD_SHARDS).fetchone()
     if unfinished is not None:
         retention.sweep_dead()
-    committer = Committer(database, limit, retention, fs, environment, codec, process_id)
+    damage = DamageDesk(database, environment, retention)
+    compactor = Compactor(
+        database, limit, reader, fs, environment, retention, process_id, damage.report
+    )
+    committer = Committer(database, limit, retention, fs, environment, codec, process_id, compactor)
     writer = Writer(
         committer.commit, queue_bytes=options.queue_bytes, group_bytes=limit.shard_bytes
     )
@@ -134,6 +140,8 @@ def _open_writable(
         fs,
         environment,
         retention=retention,
+        compactor=compactor,
+        damage=damage,
         writer=writer,
         process_id=process_id,
         locks=(store_lock, writer_lock),
@@ -170,6 +178,7 @@ def _open_read_only(root: Path, environment: Environment) -> Store:
         ShardReader(root),
         FileSystem(),
         environment,
+        damage=DamageDesk(database, environment, None),
         locks=() if lock is None else (lock,),
         durability="process",
     )

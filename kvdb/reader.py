@@ -166,12 +166,17 @@ class ShardReader:
 
     def read(self, location: Location) -> Bytes:
         """The raw bytes of a part (1-D uint8). Raises Damaged."""
-        stored = np.empty(location.nbytes, dtype=np.uint8)
-        self._read_runs(location, [stored.data])
+        stored = self.read_stored(location)
         try:
             return get_codec(location.codec).decode(stored, location.raw_nbytes)
         except (IntegrityError, UsageError) as error:
             raise Damaged(str(error)) from error
+
+    def read_stored(self, location: Location) -> Bytes:
+        """A part's bytes as they are stored, still encoded. Raises Damaged."""
+        stored = np.empty(location.nbytes, dtype=np.uint8)
+        self._read_runs(location, [stored.data])
+        return stored
 
     def read_fresh(self, location: Location) -> None:
         """Check a part's bytes on disk now, whatever was verified before. Raises Damaged."""

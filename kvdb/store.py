@@ -18,7 +18,8 @@ from kvdb.backup import MAX_AGE_SECONDS, refresh_backup
 from kvdb.builds import Build, find_or_add_build, set_verdict
 from kvdb.check.verify import VerifyReport, verify_store
 from kvdb.clock import Environment
-from kvdb.damage import report_damage
+from kvdb.compaction import CompactionReport, Compactor
+from kvdb.damage import DamageDesk
 from kvdb.driver import Database
 from kvdb.durable import FileSystem
 from kvdb.errors import KvdbError, StoreClosed, StoreMissing, StoreReadOnly, UsageError
@@ -65,7 +66,9 @@ class Store:
         *,
         locks: tuple[FileLock | WriterLock, ...],
         durability: str,
+        damage: DamageDesk,
         retention: Retention | None = None,
+        compactor: Compactor | None = None,
         writer: Writer | None = None,
         process_id: int | None = None,
         process_lock: FileLock | None = None,
@@ -78,6 +81,8 @@ class Store:
         self.fs = fs
         self.reader = reader
         self._retention = retention
+        self._compactor = compactor
+        self._damage = damage
         self._writer = writer
         self._process_id = process_id
         self._process_lock = process_lock
@@ -186,21 +191,7 @@ class Store:
         record = self._records.get(namespace.id)
         if record is None:
             with self.database.read() as connection:
-                row = connection.execute(
-                    "SELECT model, identity, salt, build FROM namespaces WHERE id = ?",
-                    (namespace.id,),
-                ).fetchone()
-            if row is None:
-                raise UsageError("The namespace belongs to another store.")
-            record = NamespaceRecord(
-                namespace.fingerprint,
-                row[0],
-                ModelIdentity.from_json(row[1]),
-                namespace.layout,
-                namespace.block_tokens,
-                row[2],
-                row[3],
-            )
+                record = index.namespace_record(connection, namespace.id)
             self._records[namespace.id] = record
         return record
 
@@ -327,8 +318,8 @@ class Store:
             return index.locations(connection, block_ids)
 
     def report_damage(self, location: Location, detail: str) -> Location | None:
-        """See :func:`kvdb.damage.report_damage`."""
-        return report_damage(self, location, detail)
+        """See :meth:`kvdb.damage.DamageDesk.report`."""
+        return self._damage.report(location, detail)
 
     # -- put ---------------------------------------------------------------------------------
 
@@ -464,6 +455,14 @@ class Store:
         if dry_run:
             return keep.plan(excess, namespace_id=namespace_id)
         return keep.free(excess, reason="manual", namespace_id=namespace_id, progress=progress)
+
+    def compact(
+        self, *, progress: Callable[[CompactionReport], None] | None = None
+    ) -> CompactionReport:
+        """Give back the bytes of dead parts and join small shards; no block is lost."""
+        if self._require_writer() and self._compactor is not None:
+            return self._compactor.run(progress=progress)
+        raise StoreReadOnly(f"The store at {self.path} is open for reading only.")
 
     def verify(
         self,

@@ -57,6 +57,7 @@ CREATE TABLE shards (
     namespace_id INTEGER NOT NULL REFERENCES namespaces (id),
     process_id   INTEGER REFERENCES processes (id),
     nbytes       INTEGER NOT NULL CHECK (nbytes >= 0),
+    part_bytes   INTEGER NOT NULL DEFAULT 0,
     live_parts   INTEGER NOT NULL DEFAULT 0,
     live_bytes   INTEGER NOT NULL DEFAULT 0,
     created_at   INTEGER NOT NULL

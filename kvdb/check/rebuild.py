@@ -100,11 +100,12 @@ def rebuild_store(
 
 def _scan(
     root: Path, report: RebuildReport, progress: Callable[[int, int], None] | None
-) -> tuple[dict[bytes, _Found], dict[str, int]]:
-    """Every block that any readable shard describes, and the shards' sizes in bytes."""
+) -> tuple[dict[bytes, _Found], dict[str, tuple[int, int]]]:
+    """Every block that any readable shard describes, and the shards' sizes: (file, parts) in
+    bytes."""
     files = sorted((root / "shards").glob("??/*.safetensors"))
     found: dict[bytes, _Found] = {}
-    sizes: dict[str, int] = {}
+    sizes: dict[str, tuple[int, int]] = {}
     for done, file in enumerate(files):
         if progress is not None:
             progress(done, len(files))
@@ -113,7 +114,8 @@ def _scan(
         except (IntegrityError, OSError) as error:
             report.skipped.append(f"{file.name}: {error}")
             continue
-        sizes[file.stem] = content.nbytes
+        parts = [part.nbytes for block in content.blocks for part in block.parts]
+        sizes[file.stem] = content.nbytes, sum(parts)
         for block in content.blocks:
             entry = found.setdefault(block.hash, _Found(content.namespace, []))
             entry.places.append((file.stem, block))
@@ -126,7 +128,7 @@ def _fill(
     database: Database,
     environment: Environment,
     found: dict[bytes, _Found],
-    sizes: dict[str, int],
+    sizes: dict[str, tuple[int, int]],
     report: RebuildReport,
 ) -> None:
     now = environment.now_us()
@@ -181,11 +183,14 @@ def _batches(found: dict[bytes, _Found]) -> Iterator[list[bytes]]:
             yield hashes[start : start + BLOCKS_PER_TRANSACTION]
 
 
-def _add_shard(connection: Connection, uuid: str, namespace_id: int, nbytes: int, now: int) -> int:
+def _add_shard(
+    connection: Connection, uuid: str, namespace_id: int, size: tuple[int, int], now: int
+) -> int:
+    nbytes, part_bytes = size
     (shard_id,) = connection.execute(
         index.INSERT_SHARD, (uuid, namespace_id, None, nbytes, now)
     ).fetchone()
-    connection.execute(index.PUBLISH_SHARD, (nbytes, shard_id))
+    connection.execute(index.PUBLISH_SHARD, (nbytes, part_bytes, shard_id))
     return int(shard_id)
 
 
