@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,10 +70,10 @@ def open_store(
     if options.durability not in ("process", "power"):
         raise UsageError(f"durability must be process or power, not {options.durability!r}.")
     codec = get_codec(options.codec)
-    if options.read_only:
-        return _open_read_only(root, environment)
-    fs = fs or FileSystem(full=options.durability == "power")
-    try:
+    with usable(root):
+        if options.read_only:
+            return _open_read_only(root, environment)
+        fs = fs or FileSystem(full=options.durability == "power")
         _prepare_folder(root, options.create)
         store_lock = share_store(root)
         try:
@@ -79,6 +81,13 @@ def open_store(
         except BaseException:
             store_lock.release()
             raise
+
+
+@contextmanager
+def usable(root: Path) -> Iterator[None]:
+    """Turn what the file system refuses into StoreUnavailable."""
+    try:
+        yield
     except OSError as error:
         raise StoreUnavailable(
             f"The store at {root} cannot be used: {error.strerror or error}."
@@ -296,6 +305,11 @@ def migrate_store(path: str | os.PathLike[str]) -> list[str]:
     Raises StoreMissing, NotAStore, StoreTooNew, StoreLocked.
     """
     root = Path(path).absolute()
+    with usable(root):
+        return _migrate(root)
+
+
+def _migrate(root: Path) -> list[str]:
     if not (root / driver.INDEX_NAME).exists():
         raise StoreMissing(f"There is no kvdb store at {root}.")
     lock = claim_store(root)

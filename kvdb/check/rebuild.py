@@ -22,7 +22,7 @@ from kvdb.durable import FileSystem
 from kvdb.errors import IntegrityError, KvdbError, NotAStore, StoreMissing, StoreTooNew
 from kvdb.identity import ROOT_PARENT, encode_extra
 from kvdb.locks import WriterLock
-from kvdb.opening import DEFAULT_SETTINGS, FOLDERS, claim_store
+from kvdb.opening import DEFAULT_SETTINGS, FOLDERS, claim_store, usable
 from kvdb.shards import NamespaceRecord, ShardBlock, read_shard_content
 
 NEW_INDEX = "index.rebuilding"
@@ -64,7 +64,13 @@ def rebuild_store(
     the old state. Raises StoreMissing, NotAStore, StoreLocked, StoreTooNew.
     """
     root = Path(path).absolute()
-    environment = environment or Environment()
+    with usable(root):
+        return _rebuild(root, environment or Environment(), progress)
+
+
+def _rebuild(
+    root: Path, environment: Environment, progress: Callable[[int, int], None] | None
+) -> RebuildReport:
     fs = FileSystem()
     if root.exists() and not root.is_dir():
         raise NotAStore(f"{root} is a file, not a kvdb store.")

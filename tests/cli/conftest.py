@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner
@@ -54,7 +55,8 @@ def run(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyP
         *arguments: object, stdin: str | None = None, user: int | None = None, **variables: str
     ) -> Done:
         monkeypatch.chdir(tmp_path)
-        with monkeypatch.context() as patch:
+        # The program sets variables of its own, which must not outlive it.
+        with monkeypatch.context() as patch, mock.patch.dict(os.environ):
             # SQLite never raises this limit again: it would hold for all tests that follow.
             patch.setattr(sandbox, "cap_process_memory", lambda nbytes: None)
             for name in [name for name in os.environ if name.startswith("KVDB_")]:
