@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdb import index
-from kvdb.errors import IntegrityError, StoreMissing, UsageError
+from kvdb.errors import IntegrityError, QuotaExceeded, StoreMissing, UsageError
 from kvdb.identity import Tokens, as_tokens
+from kvdb.layout import Layout
 from kvdb.match import Match, MatchedBlock, Namespace
 from kvdb.writer import Payload, PutResult
 
@@ -32,6 +33,24 @@ WITH RECURSIVE chain (id, parent_id, depth) AS (
 )
 SELECT t.tokens FROM chain LEFT JOIN block_tokens AS t ON t.block_id = chain.id ORDER BY depth
 """
+FIND_SEQUENCE = (
+    "SELECT s.id, n.id, n.fingerprint, n.model, n.layout, n.block_tokens FROM sequences AS s "
+    "JOIN namespaces AS n ON n.id = s.namespace_id WHERE s.name = ?"
+)
+# Stored bytes of all blocks under a tenant's named sequences, and under one more tip.
+HELD_BYTES = """
+WITH RECURSIVE held (id) AS (
+    SELECT tip_id FROM sequences
+    WHERE tenant = ?1 AND name IS NOT NULL AND tip_id IS NOT NULL
+    UNION
+    SELECT ?2
+    UNION
+    SELECT b.parent_id FROM held JOIN blocks AS b ON b.id = held.id WHERE b.parent_id IS NOT NULL
+)
+SELECT coalesce(sum(p.nbytes), 0) FROM held JOIN parts AS p ON p.block_id = held.id
+"""
+# Pins, names and TTLs may hold this share of a tenant's quota: the rest stays a cache.
+HOLDABLE = 0.5
 
 
 class Sequence:
@@ -177,3 +196,57 @@ class Lease:
         traceback: TracebackType | None,
     ) -> None:
         self.release()
+
+
+def create_sequence(
+    store: Store,
+    namespace: Namespace,
+    tip_hash: bytes | None,
+    name: str | None,
+    ttl_seconds: float | None,
+    tenant: str,
+    owner: int | None,
+) -> Sequence:
+    """See :meth:`kvdb.store.Store.sequence`; ``owner`` is the process row of an unnamed one."""
+    now = store.environment.now_us()
+    expires = None if ttl_seconds is None else now + int(ttl_seconds * 1_000_000)
+    with store.database.write() as connection:
+        index.drop_expired(connection, now)
+        tip = None
+        if tip_hash is not None:
+            row = index.find_block(connection, tip_hash)
+            if row is None or not row.held:
+                raise StoreMissing("The block to hold is not in the store.")
+            tip = row.id
+        if name is not None:
+            if connection.execute(FIND_SEQUENCE, (name,)).fetchone():
+                raise UsageError(f"There is a sequence named {name!r} already.")
+            (held,) = connection.execute(HELD_BYTES, (tenant, tip)).fetchone()
+            allowed = int(store.limit.max_bytes * HOLDABLE)
+            if held > allowed:
+                raise QuotaExceeded(
+                    f"Named sequences would hold {held} bytes, more than the {allowed} they may; "
+                    "drop some first, or raise max_bytes."
+                )
+        id_ = index.add_sequence(
+            connection,
+            name=name,
+            namespace_id=namespace.id,
+            tip_id=tip,
+            process_id=owner,
+            tenant=tenant,
+            expires_at=expires,
+            now=now,
+        )
+    return Sequence(store, namespace, id_, name)
+
+
+def find_sequence(store: Store, name: str) -> Sequence:
+    """See :meth:`kvdb.store.Store.find_sequence`."""
+    with store.database.read() as connection:
+        row = connection.execute(FIND_SEQUENCE, (name,)).fetchone()
+    if row is None:
+        raise StoreMissing(f"There is no sequence named {name!r}.")
+    id_, namespace_id, fingerprint, model, layout, block_tokens = row
+    namespace = Namespace(namespace_id, fingerprint, model, Layout.from_json(layout), block_tokens)
+    return Sequence(store, namespace, id_, name)

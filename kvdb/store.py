@@ -41,7 +41,7 @@ from kvdb.reader import Damaged, Location, PartBuffers, ShardReader
 from kvdb.restore import ReadResult, read_match
 from kvdb.retention import EvictionReport, Retention
 from kvdb.sandbox import SqlResult, run_sql
-from kvdb.sequences import Lease, Sequence
+from kvdb.sequences import Lease, Sequence, create_sequence, find_sequence
 from kvdb.shards import NamespaceRecord
 from kvdb.writer import Payload, PutJob, Ticket, Writer, check_payloads
 
@@ -375,33 +375,15 @@ class Store:
     ) -> Sequence:
         """Hold a block. With a name the sequence lasts until it is dropped or its TTL ends;
         without, as long as this process. Raises StoreMissing when the block is not held now,
-        UsageError when the name is taken."""
-        now = self.environment.now_us()
-        expires = None if ttl_seconds is None else now + int(ttl_seconds * 1_000_000)
+        UsageError when the name is taken, QuotaExceeded when named sequences would hold more
+        than half of what their tenant may have."""
         self._require_writer()
-        with self.database.write() as connection:
-            tip = None
-            if tip_hash is not None:
-                row = index.find_block(connection, tip_hash)
-                if row is None or not row.held:
-                    raise StoreMissing("The block to hold is not in the store.")
-                tip = row.id
-            if (
-                name is not None
-                and connection.execute("SELECT 1 FROM sequences WHERE name = ?", (name,)).fetchone()
-            ):
-                raise UsageError(f"There is a sequence named {name!r} already.")
-            id_ = index.add_sequence(
-                connection,
-                name=name,
-                namespace_id=namespace.id,
-                tip_id=tip,
-                process_id=self._process_id if name is None else None,
-                tenant=tenant,
-                expires_at=expires,
-                now=now,
-            )
-        return Sequence(self, namespace, id_, name)
+        owner = self._process_id if name is None else None
+        return create_sequence(self, namespace, tip_hash, name, ttl_seconds, tenant, owner)
+
+    def find_sequence(self, name: str) -> Sequence:
+        """The sequence with this name. Raises StoreMissing when there is none."""
+        return find_sequence(self, name)
 
     # -- history and queries -----------------------------------------------------------------
 

@@ -19,6 +19,7 @@ INTERRUPTED = 130
 
 # Verb → the line that `kvdb --help` shows. The verb's module and command have its name.
 VERBS: Mapping[str, str] = {
+    "compact": "Give dead bytes back and join small shards.",
     "demo": "Show on a small real model what the store saves.",
     "doctor": "Check this machine, the settings and the store.",
     "evict": "Remove blocks nobody holds until the store is small enough.",
@@ -27,8 +28,11 @@ VERBS: Mapping[str, str] = {
     "ls": "List blocks, shards, namespaces, sequences or requests.",
     "migrate": "Bring the store's schema up to date.",
     "models": "List models, or pull a small one.",
+    "pin": "Keep a block and all before it from eviction.",
     "query": "Ask the store in SQL.",
     "rebuild": "Make the index anew from the shards.",
+    "sequences": "List, show, fork and drop named sequences.",
+    "unpin": "Let a pinned block go.",
     "verify": "Check that the store is what it should be; repair it.",
 }
 
