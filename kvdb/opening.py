@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvdb import driver, index, recovery
 from kvdb.backup import write_backup
+from kvdb.ballast import Ballast, spend_ballast
 from kvdb.clock import Environment
 from kvdb.codecs import Codec, get_codec
 from kvdb.commit import Committer
@@ -77,7 +78,10 @@ def open_store(
         _prepare_folder(root, options.create)
         store_lock = share_store(root)
         try:
-            return _open_writable(root, options, fs, environment, codec, store_lock)
+            # Opening a store on a full disk needs room of its own: the ballast's.
+            return spend_ballast(
+                root, lambda: _open_writable(root, options, fs, environment, codec, store_lock)
+            )
         except BaseException:
             store_lock.release()
             raise
@@ -121,18 +125,20 @@ def _open_writable(
             database, uuid, os.getpid(), options.program, environment.now_us()
         )
         recovery.settle(database, fs, root, process_id)
+        reader = ShardReader(root)
+        ballast = Ballast(limit, fs)
+        retention = Retention(database, limit, reader, fs, environment, ballast)
+        with database.read() as connection:
+            unfinished = connection.execute(index.DEAD_SHARDS).fetchone()
+        if unfinished is not None:
+            retention.sweep_dead()
+        ballast.ensure()
     except BaseException:
         database.close()
         writer_lock.close()
         if process_lock is not None:
             process_lock.release()
         raise
-    reader = ShardReader(root)
-    retention = Retention(database, limit, reader, fs, environment)
-    with database.read() as connection:
-        unfinished = connection.execute(index.DEAD_SHARDS).fetchone()
-    if unfinished is not None:
-        retention.sweep_dead()
     damage = DamageDesk(database, environment, retention)
     compactor = Compactor(
         database, limit, reader, fs, environment, retention, process_id, damage.report
@@ -160,6 +166,8 @@ def _open_writable(
 
 
 def _open_read_only(root: Path, environment: Environment) -> Store:
+    if root.is_file():
+        raise NotAStore(f"{root} is a file, not a kvdb store.")
     if not root.is_dir():
         raise StoreMissing(f"There is no kvdb store at {root}.")
     database = Database(root / driver.INDEX_NAME, writer_lock=None)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from kvdb import index
+from kvdb.ballast import Ballast
 from kvdb.clock import Environment
 from kvdb.driver import Connection, Database, immediate
 from kvdb.durable import FileSystem
@@ -186,7 +187,9 @@ class Retention:
         reader: ShardReader,
         fs: FileSystem,
         environment: Environment,
+        ballast: Ballast,
     ) -> None:
+        self._ballast = ballast
         self._database = database
         self._limit = limit
         self._reader = reader
@@ -209,17 +212,24 @@ class Retention:
         """
         report = EvictionReport()
         while report.freed_bytes < nbytes:
-            with self._database.write(durable=True) as connection:
-                batch, dead = self._evict_batch(
-                    connection, nbytes - report.freed_bytes, reason, protect, namespace_id
-                )
+            missing = nbytes - report.freed_bytes
+            batch, dead = self._ballast.spend(
+                lambda missing=missing: self._commit_batch(missing, reason, protect, namespace_id)  # type: ignore[misc]
+            )
             if batch.blocks == 0:
                 break
             _add(report, batch)
-            self.remove_dead(dead)
+            self._ballast.spend(lambda dead=dead: self.remove_dead(dead))  # type: ignore[misc]
             if progress is not None:
                 progress(report)
+        self._ballast.ensure()
         return report
+
+    def _commit_batch(
+        self, nbytes: int, reason: str, protect: Collection[int], namespace_id: int | None
+    ) -> tuple[EvictionReport, list[tuple[int, str, int]]]:
+        with self._database.write(durable=True) as connection:
+            return self._evict_batch(connection, nbytes, reason, protect, namespace_id)
 
     def plan(self, nbytes: int, *, namespace_id: int | None = None) -> EvictionReport:
         """What :meth:`free` would do: it runs on a copy of the index in memory."""
