@@ -29,14 +29,13 @@ def refresh_backup(
     with database.read() as connection:
         if limit.used(connection) + size > limit.max_bytes or not limit.disk_allows(size):
             return False
-    write_backup(database, fs, limit.root)
+    write_backup(database, fs, limit.root, environment.new_uuid())
     return True
 
 
-def write_backup(database: Database, fs: FileSystem, root: Path) -> None:
+def write_backup(database: Database, fs: FileSystem, root: Path, new_uuid: str) -> None:
     """Copy the index consistently and give it the backup's name durably."""
-    temp = root / f"{BACKUP_NAME}.new"
-    fs.unlink(temp)  # what a crash may have left
+    temp = root / f"{BACKUP_NAME}.new.{new_uuid}"  # what a crash leaves, verify sweeps
     try:
         database.backup_to(temp)
         fd = os.open(temp, os.O_RDWR | os.O_CLOEXEC)

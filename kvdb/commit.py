@@ -11,14 +11,17 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvdb import index, retention
+from kvdb import holding, index, retention
 from kvdb.clock import Environment
 from kvdb.codecs import Codec
 from kvdb.compaction import Compactor
-from kvdb.driver import Connection, Database
+from kvdb.driver import Connection, Database, sqlite3
 from kvdb.durable import FileSystem, publish
+from kvdb.errors import KvdbError
+from kvdb.history import trim_history
 from kvdb.identity import ROOT_PARENT, Checksum, encode_extra, extra_by_block
 from kvdb.limit import Limit
+from kvdb.reader import ShardReader
 from kvdb.retention import Retention
 from kvdb.shards import (
     NamespaceRecord,
@@ -47,7 +50,7 @@ class _Staged:
     shard_id: int | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Shard:
     """A shard being written."""
 
@@ -77,6 +80,7 @@ class Committer:
         codec: Codec,
         process_id: int,
         compactor: Compactor,
+        reader: ShardReader,
     ) -> None:
         self._database = database
         self._limit = limit
@@ -86,13 +90,18 @@ class Committer:
         self._codec = codec
         self._process_id = process_id
         self._compactor = compactor
+        self._reader = reader
+        self._leftovers: list[_Shard] = []
 
     def commit(self, jobs: Sequence[PutJob], tasks: Sequence[Task]) -> None:
         """Store ``jobs`` and run ``tasks`` in the same transaction. Raises KvdbError or OSError
         when the index cannot be written; files that were begun are then removed."""
+        self._abandon(self._leftovers)
+        jobs, tasks = self._unless_pinned(jobs, tasks)
         shards = list(self._lay_out(self._stage(jobs)))
-        published = self._publish(shards, self._reserve(shards, jobs))
         try:
+            self._reserve(shards, jobs)
+            published = self._publish([shard for shard in shards if shard.id])
             with self._database.write() as connection:
                 for shard in published:
                     connection.execute(
@@ -103,16 +112,37 @@ class Committer:
                 for counter, by in visible.dropped(jobs, self._limit.block_bytes).items():
                     index.bump(connection, counter, by)
                 for task in tasks:
-                    task(connection)
+                    _run_task(connection, task)
+                if tasks:
+                    trim_history(connection, self._limit.history_rows)
                 left = [*visible.emptied, *(shard.id for shard in published)]
                 dead = index.kill_if_empty(connection, left)
         except BaseException:
-            self._abandon(published)
+            self._abandon([shard for shard in shards if shard.id])
             raise
         for ticket, stored in visible.counted:
             ticket.count(stored=int(stored), present=int(not stored))
         if dead:
             self._retention.sweep_dead()
+        self._reader.sweep()
+
+    def _unless_pinned(
+        self, jobs: Sequence[PutJob], tasks: Sequence[Task]
+    ) -> tuple[Sequence[PutJob], Sequence[Task]]:
+        """While a reader from outside pins the WAL, history pauses first, then puts."""
+        pause = self._limit.wal_pause_bytes
+        if self._limit.wal_bytes() <= pause:
+            return jobs, tasks
+        self._database.checkpoint()
+        wal = self._limit.wal_bytes()
+        if wal <= pause:
+            return jobs, tasks
+        log.warning("a reader from outside keeps the WAL at %d bytes: history pauses", wal)
+        if wal <= 2 * pause:
+            return jobs, ()
+        for job in jobs:
+            job.ticket.drop("wal_pinned")
+        return (), ()
 
     # -- staging -----------------------------------------------------------------------------
 
@@ -195,17 +225,13 @@ class Committer:
 
     # -- files -------------------------------------------------------------------------------
 
-    def _reserve(self, shards: Sequence[_Shard], jobs: Sequence[PutJob]) -> list[_Shard]:
+    def _reserve(self, shards: Sequence[_Shard], jobs: Sequence[PutJob]) -> None:
         """Commit a ``writing`` row per shard, making room first. What finds none is dropped."""
-        reserved: list[_Shard] = []
         for shard in shards:
             reason = self._reserve_one(shard, jobs)
-            if reason is None:
-                reserved.append(shard)
-                continue
-            for member in shard.staged:
-                member.job.ticket.drop(reason)
-        return reserved
+            if reason is not None:
+                for member in shard.staged:
+                    member.job.ticket.drop(reason)
 
     def _reserve_one(self, shard: _Shard, jobs: Sequence[PutJob]) -> str | None:
         if not self._limit.disk_allows(shard.nbytes):
@@ -231,29 +257,30 @@ class Committer:
                 continue
             # Room goes in bigger bites than one shard, so that not every put has to evict.
             bite = max(excess, min(self._limit.shard_bytes, self._limit.max_bytes // 64))
-            if self._retention.free(bite, protect=protect).freed_bytes < excess:
+            freed = self._retention.free(bite, protect=protect, compact=self._compact_waste)
+            if freed.freed_bytes < excess:
                 return "limit"
 
     def _give_back_waste(self, excess: int) -> bool:
         """Dead bytes between live ones go before any block does; True when some did."""
         if self._compactor.waste() <= max(excess, self._limit.max_bytes // WASTE_SHARE):
             return False
+        return self._compact_waste() > 0
+
+    def _compact_waste(self) -> int:
         try:
-            return self._compactor.run(small=False).freed_bytes > 0
+            return self._compactor.run(small=False).freed_bytes
         except OSError as error:
             log.warning("compaction failed: %s", error.strerror)
-            return False
+            return 0
 
-    def _publish(self, shards: Sequence[_Shard], reserved: Sequence[_Shard]) -> list[_Shard]:
+    def _publish(self, shards: Sequence[_Shard]) -> list[_Shard]:
         published: list[_Shard] = []
-        for shard in reserved:
+        root = self._limit.root
+        for shard in shards:
+            temp, target = temp_path(root, shard.uuid), shard_path(root, shard.uuid)
             try:
-                publish(
-                    self._fs,
-                    temp_path(self._limit.root, shard.uuid),
-                    shard_path(self._limit.root, shard.uuid),
-                    shard.buffers,
-                )
+                publish(self._fs, temp, target, shard.buffers)
             except OSError as error:
                 log.warning("shard not written: %s", error.strerror)
                 for member in shard.staged:
@@ -264,16 +291,31 @@ class Committer:
         return published
 
     def _abandon(self, shards: Sequence[_Shard]) -> None:
-        """Remove what a failed commit left; what cannot be removed now is settled at an open."""
+        """Remove what a failed commit left. What cannot be removed now is tried again with the
+        next commit, and else settled by another process's open."""
+        left: list[_Shard] = []
         for shard in shards:
             try:
                 self._fs.unlink(temp_path(self._limit.root, shard.uuid))
                 self._fs.unlink(shard_path(self._limit.root, shard.uuid))
-            except OSError as error:
-                log.warning("leftover of a failed write stays: %s", error.strerror)
-                continue
-            with self._database.write() as connection:
-                connection.execute(index.DELETE_SHARD, (shard.id,))
+                with self._database.write() as connection:
+                    connection.execute(index.DELETE_WRITING, (shard.id,))
+            except (OSError, KvdbError) as error:
+                log.warning("leftover of a failed write stays for now: %s", error)
+                left.append(shard)
+        kept = [shard for shard in self._leftovers if shard not in shards]
+        self._leftovers = kept + left
+
+
+def _run_task(connection: Connection, task: Task) -> None:
+    """Run a small write; one that the index refuses is undone alone and said."""
+    connection.execute("SAVEPOINT task")
+    try:
+        task(connection)
+    except sqlite3.Error as error:
+        connection.execute("ROLLBACK TO task")
+        log.warning("a record was not written: %s", error)
+    connection.execute("RELEASE task")
 
 
 def _missing_parts(
@@ -328,7 +370,7 @@ class _Visible:
         for job in jobs:
             tip = self._insert_job(job)
             if job.advance_id is not None and tip is not None:
-                index.move_sequence(self._connection, job.advance_id, tip)
+                holding.move_sequence(self._connection, job.advance_id, tip)
 
     def dropped(self, jobs: Sequence[PutJob], block_bytes: int) -> dict[str, int]:
         """How many blocks were not stored, by counter."""
@@ -363,7 +405,9 @@ class _Visible:
         names = {part.part for part in block.parts} if block is not None else set()
         whole = names.issuperset(job.namespace.layout.required)
         if row is not None and row.state == "live":
-            if block is not None and _replaces(job, row) and whole:
+            if (row.exact and not job.exact) or (_replaces(job, row) and not whole):
+                return row.id, False  # inexact parts, or some of another build, must not mix in
+            if block is not None and _replaces(job, row):
                 self.emptied += [s for (s,) in connection.execute(index.BLOCK_SHARDS, (row.id,))]
                 connection.execute(index.DELETE_PARTS, (row.id,))
                 connection.execute(

@@ -189,7 +189,7 @@ class Compactor:
             publish(self._fs, temp_path(root, uuid), shard_path(root, uuid), buffers)
         except OSError:
             with self._database.write() as connection:
-                connection.execute(index.DELETE_SHARD, (shard_id,))
+                connection.execute(index.DELETE_WRITING, (shard_id,))
             raise
         part_bytes = sum(part.nbytes for block in placed for part in block.parts)
         with self._database.write(durable=True) as connection:
@@ -217,7 +217,7 @@ class Compactor:
             try:
                 stored = self._reader.read_stored(place)
             except Damaged as damage:
-                self._report_damage(place, str(damage))
+                self._report_damage(place, damage)
                 continue
             item = moved.setdefault(block_id, _Moved(row[1:9]))
             item.parts.append(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from kvdb import index
 from kvdb.clock import Environment
 from kvdb.driver import Database
+from kvdb.errors import KvdbError
 from kvdb.layout import Layout
-from kvdb.reader import Location
+from kvdb.reader import Damaged, Location
 from kvdb.retention import Retention
 
-ReportDamage = Callable[[Location, str], Location | None]
+log = logging.getLogger("kvdb.reader")
+
+ReportDamage = Callable[[Location, Damaged], Location | None]
 
 
 class DamageDesk:
@@ -24,9 +28,12 @@ class DamageDesk:
         self._environment = environment
         self._retention = keep
 
-    def report(self, location: Location, detail: str) -> Location | None:
+    def report(self, location: Location, damage: Damaged) -> Location | None:
         """If the part's row still names the same place it is damage: the part is dropped, with
-        its reason in ``evictions``, and the answer is None. Else returns where it lies now."""
+        its reason in ``evictions``, and the answer is None. Else returns where it lies now.
+
+        What merely cannot be read now is not dropped. Never raises for a part that cannot be
+        dropped: it stays a miss."""
         with self._database.read() as connection:
             row = connection.execute(
                 index.PART_LOCATION, (location.block_id, location.part)
@@ -36,12 +43,14 @@ class DamageDesk:
         now = Location(location.block_id, location.hash, location.part, *row)
         if (now.shard, now.offset) != (location.shard, location.offset):
             return now
-        if self._retention is not None:
-            self._drop(self._retention, location, detail)
+        if self._retention is not None and damage.reason != "unreadable":
+            try:
+                self._drop(self._retention, location, damage)
+            except (KvdbError, OSError) as error:
+                log.warning("a damaged part could not be dropped: %s", error)
         return None
 
-    def _drop(self, keep: Retention, location: Location, detail: str) -> None:
-        reason = "missing" if "cannot be opened" in detail else "damaged"
+    def _drop(self, keep: Retention, location: Location, damage: Damaged) -> None:
         with self._database.write() as connection:
             row = connection.execute(
                 index.PART_LOCATION, (location.block_id, location.part)
@@ -57,8 +66,8 @@ class DamageDesk:
                 location.part,
                 required=spec is None or spec.required,
                 now=self._environment.now_us(),
-                reason=reason,
-                detail=detail,
+                reason=damage.reason,
+                detail=str(damage),
             )
             dead = index.kill_if_empty(connection, shards)
         if dead:

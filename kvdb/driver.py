@@ -25,9 +25,11 @@ __all__ = ["Connection", "Database", "connect", "immediate", "sqlite3"]
 
 from kvdb.errors import (
     IntegrityError,
+    KvdbError,
     NotAStore,
     OutOfSpace,
     StoreClosed,
+    StoreLocked,
     StoreMissing,
     StoreReadOnly,
     StoreTooNew,
@@ -40,6 +42,7 @@ APPLICATION_ID = 0x6B766462  # "kvdb"
 INDEX_NAME = "index.sqlite"
 SQLITE_VERSION: str = sqlite3.sqlite_version
 BUSY_TIMEOUT_SECONDS = 10.0
+IDLE_READERS = 8
 
 
 def has_wal_reset_bug(version: str = SQLITE_VERSION) -> bool:
@@ -89,8 +92,8 @@ def connect(path: Path, *, read_only: bool = False, immutable: bool = False) -> 
     return connection
 
 
-def translate(error: Exception, path: Path) -> Exception:
-    """The typed error for a SQLite error met at ``path``; others are returned as they are."""
+def translate(error: Exception, path: Path) -> KvdbError:
+    """The typed error for a SQLite error met at ``path``: never SQLite's own."""
     name = getattr(error, "sqlite_errorname", "") or ""
     text = str(error)
     if name.startswith("SQLITE_NOTADB") or "file is not a database" in text:
@@ -105,7 +108,9 @@ def translate(error: Exception, path: Path) -> Exception:
         "unable to open" in text or "disk I/O error" in text
     ):
         return StoreUnavailable(f"The index {path} cannot be used ({text}).")
-    return error
+    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")) or "locked" in text:
+        return StoreLocked(f"Another program keeps {path} locked; end its transaction.")
+    return IntegrityError(f"The index {path} refused a statement ({text}); run kvdb verify.")
 
 
 def schema_state(connection: Connection, path: Path) -> int:
@@ -188,8 +193,9 @@ class Database:
         self._writer_lock = writer_lock
         self._durability = durability
         self._local = threading.local()
-        self._connections: list[Connection] = []
-        self._mutex = threading.Lock()
+        self._idle: list[Connection] = []
+        self._in_use = 0
+        self._readers = threading.Condition()
         self._closed = False
         self._pid = os.getpid()
         self._copy: tempfile.TemporaryDirectory[str] | None = None
@@ -205,8 +211,8 @@ class Database:
         if self.read_only:
             if not self.path.exists():
                 raise StoreMissing(f"There is no kvdb store at {self.path.parent}.")
-            connection = self.reader()
-            version = schema_state(connection, self.path)
+            with self.read() as connection:
+                version = schema_state(connection, self.path)
             if version == 0:
                 raise StoreMissing(f"There is no kvdb store at {self.path.parent}.")
             return version
@@ -243,26 +249,18 @@ class Database:
         """Apply pending migrations (see :func:`apply_migrations`)."""
         return apply_migrations(self._require_writer()[0])
 
-    def reader(self) -> Connection:
-        """This thread's read connection."""
-        if self._closed or self._pid != os.getpid():
-            raise StoreClosed("This store object is closed, or belongs to another process.")
-        connection = getattr(self._local, "connection", None)
-        if connection is None:
-            connection = self._open_reader()
-            self._local.connection = connection
-            with self._mutex:
-                self._connections.append(connection)
-        return connection
-
     def _open_reader(self) -> Connection:
         if not self.read_only:
             connection = connect(self.path, read_only=True)
         else:
             connection = self._open_unwritable()
-        connection.execute("PRAGMA query_only = ON")
-        connection.execute("PRAGMA cache_size = -16000")
-        connection.execute("PRAGMA temp_store = MEMORY")
+        try:
+            connection.execute("PRAGMA query_only = ON")
+            connection.execute("PRAGMA cache_size = -16000")
+            connection.execute("PRAGMA temp_store = MEMORY")
+        except sqlite3.Error as error:
+            connection.close()
+            raise translate(error, self.path) from error
         return connection
 
     def _open_unwritable(self) -> Connection:
@@ -274,7 +272,7 @@ class Database:
             wal = self.path.with_name(self.path.name + "-wal")
             if not wal.exists() or wal.stat().st_size == 0:
                 return connect(self.path, immutable=True)
-        with self._mutex:
+        with self._readers:
             if self._copy is None:
                 self._copy = tempfile.TemporaryDirectory(prefix="kvdb-index-")
                 for source in (self.path, wal):
@@ -284,25 +282,55 @@ class Database:
 
     def sandboxed(self) -> Connection:
         """A read connection of its own, for ad-hoc SQL; the caller closes it."""
-        self.reader()
+        self._check_open()
         return self._open_reader()
+
+    def _check_open(self) -> None:
+        if self._closed or self._pid != os.getpid():
+            raise StoreClosed("This store object is closed, or belongs to another process.")
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """One consistent, short read transaction on this thread's connection."""
-        connection = self.reader()
-        if connection.in_transaction:
-            yield connection
+        """One consistent, short read transaction; a nested one is part of the outer."""
+        outer = getattr(self._local, "connection", None)
+        if outer is not None:
+            yield outer
             return
+        connection = self._take()
+        self._local.connection = connection
         try:
             connection.execute("BEGIN")
-            try:
-                yield connection
-            finally:
-                if connection.in_transaction:
-                    connection.execute("COMMIT")
+            yield connection
         except sqlite3.Error as error:
             raise translate(error, self.path) from error
+        finally:
+            self._local.connection = None
+            self._give_back(connection)
+
+    def _take(self) -> Connection:
+        with self._readers:
+            self._check_open()
+            self._in_use += 1
+            if self._idle:
+                return self._idle.pop()
+        try:
+            return self._open_reader()
+        except BaseException:
+            with self._readers:
+                self._in_use -= 1
+                self._readers.notify_all()
+            raise
+
+    def _give_back(self, connection: Connection) -> None:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        with self._readers:
+            self._in_use -= 1
+            if len(self._idle) < IDLE_READERS and not self._closed:
+                self._idle.append(connection)
+            else:
+                connection.close()
+            self._readers.notify_all()
 
     @contextmanager
     def write(self, *, durable: bool = False) -> Iterator[Connection]:
@@ -347,7 +375,8 @@ class Database:
         copy = connect(target)
         try:
             copy.execute("PRAGMA journal_mode = DELETE")
-            self.reader().backup(copy)
+            with self.read() as connection:
+                connection.backup(copy)
         except sqlite3.Error as error:
             raise translate(error, self.path) from error
         finally:
@@ -357,19 +386,23 @@ class Database:
         """A writable copy of the index in memory, for questions of the kind "what if"; the caller
         closes it."""
         copy = sqlite3.connect(":memory:", isolation_level=None)
-        self.reader().backup(copy)
+        with self.read() as connection:
+            connection.backup(copy)
         return copy
 
     def close(self) -> None:
-        with self._mutex:
+        """Wait for transactions under way, then close. Idempotent."""
+        with self._readers:
             if self._closed:
                 return
             self._closed = True
-            connections, self._connections = self._connections, []
-        if self._pid != os.getpid():
-            return  # a forked child must not touch its parent's connections
-        for connection in connections:
-            connection.close()
+            if self._pid != os.getpid():
+                return  # a forked child must not touch its parent's connections
+            # A connection closed under a running statement takes the process down.
+            self._readers.wait_for(lambda: self._in_use == 0)
+            for connection in self._idle:
+                connection.close()
+            self._idle.clear()
         if self._writer is not None and self._writer_lock is not None:
             with self._writer_lock.hold():
                 # Last connection out checkpoints and deletes the WAL.

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from kvdb.driver import Connection
+from kvdb.errors import UsageError
 
+MAX_TEXT = 32_768
 SKIPS = ("full", "refill", "partial", "approximate", "none")
 
 
@@ -39,6 +41,22 @@ class RequestRecord:
     touched: tuple[int, ...] = ()
     tip_hash: bytes | None = None
 
+    def __post_init__(self) -> None:
+        """Raise UsageError for a row that the table would refuse."""
+        if self.skip not in SKIPS:
+            raise UsageError(f"skip must be one of {', '.join(SKIPS)}, not {self.skip!r}.")
+        parts = (
+            self.restored_tokens,
+            self.refilled_tokens,
+            self.computed_tokens,
+            self.masked_tokens,
+        )
+        counts = (*parts, self.prompt_tokens, self.generated_tokens, self.bytes_read)
+        if any(type(n) is not int or not 0 <= n < 1 << 62 for n in counts):
+            raise UsageError("The counts of a request must be integers from 0 on.")
+        if sum(parts) != self.prompt_tokens:
+            raise UsageError("Restored, refilled, computed and masked must add up to the prompt.")
+
 
 _COLUMNS = tuple(f.name for f in fields(RequestRecord) if f.name not in ("touched", "tip_hash"))
 INSERT_REQUEST = (
@@ -46,19 +64,35 @@ INSERT_REQUEST = (
     f"VALUES ({', '.join('?' * len(_COLUMNS))}, (SELECT id FROM blocks WHERE hash = ?))"
 )
 TRIM_REQUESTS = (
-    "DELETE FROM requests WHERE id <= (SELECT max(id) FROM requests) - "
-    "(SELECT CAST(value AS INTEGER) FROM settings WHERE key = 'history_requests')"
+    "DELETE FROM requests WHERE id IN (SELECT id FROM requests WHERE id <= "
+    "(SELECT max(id) FROM requests) - "
+    "min(?1, (SELECT CAST(value AS INTEGER) FROM settings WHERE key = 'history_requests')) "
+    "LIMIT 1000)"
 )
 TRIM_EVICTIONS = (
     "DELETE FROM evictions WHERE id IN (SELECT id FROM evictions WHERE id <= "
     "(SELECT max(id) FROM evictions) - "
-    "(SELECT CAST(value AS INTEGER) FROM settings WHERE key = 'history_evictions') LIMIT 1000)"
+    "min(?1, (SELECT CAST(value AS INTEGER) FROM settings WHERE key = 'history_evictions')) "
+    "LIMIT 1000)"
 )
 
 
 def insert_request(connection: Connection, record: RequestRecord) -> None:
-    """Write one row and drop rows beyond the kept number (settings ``history_*``)."""
-    values = [getattr(record, name) for name in _COLUMNS]
+    """Write one row."""
+    values = [_storable(getattr(record, name)) for name in _COLUMNS]
     connection.execute(INSERT_REQUEST, [*values, record.tip_hash])
-    connection.execute(TRIM_REQUESTS)
-    connection.execute(TRIM_EVICTIONS)
+
+
+def trim_history(connection: Connection, most: int) -> None:
+    """Drop the oldest rows beyond the kept number: settings ``history_*``, at most ``most``."""
+    for trim in (TRIM_REQUESTS, TRIM_EVICTIONS):
+        connection.execute(trim, (most,))
+
+
+def _storable(value: object) -> object:
+    """Text as SQLite takes it: no lone surrogates, and no longer than history is worth."""
+    if not isinstance(value, str):
+        return value
+    if len(value) > MAX_TEXT:
+        return None if value.startswith("[") else value[:MAX_TEXT]
+    return value.encode("utf-8", "replace").decode()

@@ -156,6 +156,8 @@ def chain_hashes(
 
 def extra_by_block(extra_keys: Sequence[ExtraKey], block_tokens: int) -> dict[int, list[bytes]]:
     """Extra keys by block index, in order of position."""
+    if any(extra.position < 0 for extra in extra_keys):
+        raise UsageError("An extra key's position must be that of a token.")
     grouped: dict[int, list[bytes]] = {}
     for extra in sorted(extra_keys, key=lambda e: e.position):
         grouped.setdefault(extra.position // block_tokens, []).append(extra.key)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvdb.driver import Connection
-from kvdb.errors import UsageError
+from kvdb.errors import IntegrityError, UsageError
 from kvdb.identity import ModelIdentity, Tokens
 from kvdb.layout import Layout
 from kvdb.reader import Location
@@ -26,11 +26,27 @@ BUMP_COUNTER = (
     "INSERT INTO counters (name, value) VALUES (?1, ?2) "
     "ON CONFLICT (name) DO UPDATE SET value = value + excluded.value"
 )
+# What a counter is worth that is missing; verify --repair writes it again.
+NO_COUNTERS = dict.fromkeys(
+    (
+        "tick",
+        "shard_bytes",
+        "live_cold",
+        "live_hot",
+        "evicted_cold",
+        "evicted_hot",
+        "cow_copies",
+        "blocks_dropped",
+        "blocks_too_large",
+        "leftovers_swept",
+    ),
+    0,
+) | {"age_ratio": 2 << 20}
 ALL_COUNTERS = "SELECT name, value FROM counters"
 
 FIND_BLOCK = (
-    "SELECT id, parent_id, depth, token_count, refs, state, queue, exact, build_id, last_access "
-    "FROM blocks WHERE hash = ?"
+    "SELECT id, parent_id, namespace_id, depth, token_count, refs, state, queue, exact, build_id, "
+    "last_access FROM blocks WHERE hash = ?"
 )
 FIND_HELD = "SELECT id FROM blocks WHERE hash = ? AND (state = 'live' OR refs > 0)"
 CHAIN_IDS = """
@@ -93,7 +109,7 @@ DELETE_PARTS = "DELETE FROM parts WHERE block_id = ?"
 DELETE_PART = "DELETE FROM parts WHERE block_id = ? AND part = ? RETURNING nbytes"
 PARTS_BYTES = "SELECT coalesce(sum(nbytes), 0) FROM parts WHERE block_id = ?"
 ADD_REF = "UPDATE blocks SET refs = refs + 1 WHERE id = ?"
-DROP_REF = "UPDATE blocks SET refs = refs - 1 WHERE id = ? RETURNING refs, state, parent_id"
+DROP_REF = "UPDATE blocks SET refs = max(refs - 1, 0) WHERE id = ? RETURNING refs, state, parent_id"
 BLOCK_HOLD = "SELECT refs, state, parent_id FROM blocks WHERE id = ?"
 SET_STATE = "UPDATE blocks SET state = ? WHERE id = ?"
 INSERT_EVICTION = (
@@ -101,11 +117,18 @@ INSERT_EVICTION = (
     "reason, nbytes, detail) SELECT ?, namespace_id, hash, depth, token_count, ?, ?, ?, ? "
     "FROM blocks WHERE id = ?"
 )
-# A whole block's tail that a longer sibling now contains is the first victim: tick 0.
-SHORTER_SIBLINGS = (
-    "SELECT b.id, t.tokens FROM blocks AS b JOIN block_tokens AS t ON t.block_id = b.id "
-    "WHERE b.parent_id IS ?1 AND b.namespace_id = ?2 AND b.token_count < ?3 "
-    "AND b.state = 'live' AND b.refs = 0 ORDER BY b.id DESC LIMIT 64"
+# A tail that a longer sibling contains is the first victim: tick 0. Only the newest are looked at.
+SHORTER_CHILDREN = (
+    "SELECT b.id, t.tokens FROM (SELECT id, token_count, state, refs FROM blocks "
+    "WHERE parent_id = ? ORDER BY id DESC LIMIT 64) AS b "
+    "JOIN block_tokens AS t ON t.block_id = b.id "
+    "WHERE b.token_count < ? AND b.state = 'live' AND b.refs = 0"
+)
+SHORTER_ROOTS = (
+    "SELECT b.id, t.tokens FROM (SELECT id, token_count, state, refs FROM blocks "
+    "WHERE parent_id IS NULL AND namespace_id = ? ORDER BY id DESC LIMIT 64) AS b "
+    "JOIN block_tokens AS t ON t.block_id = b.id "
+    "WHERE b.token_count < ? AND b.state = 'live' AND b.refs = 0"
 )
 SUPERSEDE = "UPDATE blocks SET queue = 'cold', last_access = 0, prev_access = 0 WHERE id = ?"
 
@@ -133,34 +156,12 @@ KILL_EMPTY_SHARDS = (
     "RETURNING id, uuid, nbytes"
 )
 DEAD_SHARDS = "SELECT id, uuid, nbytes FROM shards WHERE state = 'dead'"
-DELETE_SHARD = "DELETE FROM shards WHERE id = ?"
+DELETE_WRITING = "DELETE FROM shards WHERE id = ? AND state = 'writing'"
+DELETE_DEAD = "DELETE FROM shards WHERE id = ? AND state = 'dead'"
 BLOCK_LAYOUT = (
     "SELECT layout FROM namespaces WHERE id = (SELECT namespace_id FROM blocks WHERE id = ?)"
 )
 BLOCK_SHARDS = "SELECT DISTINCT shard_id FROM parts WHERE block_id = ?"
-
-INSERT_SEQUENCE = (
-    "INSERT INTO sequences (name, namespace_id, tip_id, process_id, tenant, expires_at, "
-    "created_at) VALUES (?, ?, ?, ?, ?, ?, ?) RETURNING id"
-)
-SEQUENCE_TIP = "SELECT tip_id FROM sequences WHERE id = ?"
-MOVE_SEQUENCE = "UPDATE sequences SET tip_id = ? WHERE id = ?"
-# The block of a chain at a depth, by its tip.
-ANCESTOR_AT = """
-WITH RECURSIVE chain (id, parent_id, depth) AS (
-    SELECT id, parent_id, depth FROM blocks WHERE id = ?1
-    UNION ALL
-    SELECT b.id, b.parent_id, b.depth FROM chain JOIN blocks AS b ON b.id = chain.parent_id
-    WHERE chain.depth > ?2
-)
-SELECT parent_id FROM chain WHERE depth = ?2
-"""
-TAIL_OF = (
-    "SELECT b.refs, b.depth, b.parent_id, b.token_count < n.block_tokens FROM blocks AS b "
-    "JOIN namespaces AS n ON n.id = b.namespace_id WHERE b.id = ?"
-)
-EXPIRED_SEQUENCES = "SELECT id FROM sequences WHERE expires_at <= ? LIMIT 100"
-DELETE_SEQUENCE = "DELETE FROM sequences WHERE id = ? RETURNING tip_id"
 
 
 class BlockRow(NamedTuple):
@@ -168,6 +169,7 @@ class BlockRow(NamedTuple):
 
     id: int
     parent_id: int | None
+    namespace_id: int
     depth: int
     token_count: int
     refs: int
@@ -184,7 +186,7 @@ class BlockRow(NamedTuple):
 
 def tokens_from_blob(blob: bytes) -> Tokens:
     """Token ids of ``block_tokens.tokens``."""
-    return np.frombuffer(blob, dtype="<u4")
+    return np.frombuffer(blob[: len(blob) // 4 * 4], dtype="<u4")
 
 
 def next_tick(connection: Connection) -> int:
@@ -196,7 +198,7 @@ def bump(connection: Connection, counter: str, by: int = 1) -> None:
 
 
 def counters(connection: Connection) -> dict[str, int]:
-    return dict(connection.execute(ALL_COUNTERS).fetchall())
+    return {**NO_COUNTERS, **dict(connection.execute(ALL_COUNTERS).fetchall())}
 
 
 def find_block(connection: Connection, hash_: bytes) -> BlockRow | None:
@@ -363,7 +365,10 @@ def supersede_tails(
     tokens: bytes,
 ) -> None:
     """Make tails that a longer sibling contains the first victims."""
-    rows = connection.execute(SHORTER_SIBLINGS, (parent_id, namespace_id, token_count)).fetchall()
+    statement, key = (
+        (SHORTER_ROOTS, namespace_id) if parent_id is None else (SHORTER_CHILDREN, parent_id)
+    )
+    rows = connection.execute(statement, (key, token_count)).fetchall()
     for block_id, own in rows:
         if tokens.startswith(own):
             connection.execute(SUPERSEDE, (block_id,))
@@ -405,72 +410,20 @@ def ensure_namespace(connection: Connection, record: NamespaceRecord, now: int) 
     )
 
 
-def move_sequence(connection: Connection, sequence_id: int, tip_id: int) -> None:
-    """Move a sequence's tip to a held block. Growing a tail that others share copies it: counted
-    in ``cow_copies``."""
-    row = connection.execute(SEQUENCE_TIP, (sequence_id,)).fetchone()
-    if row is None or row[0] == tip_id:
-        return
-    old = row[0]
-    add_hold(connection, tip_id)
-    connection.execute(MOVE_SEQUENCE, (tip_id, sequence_id))
-    if old is None:
-        return
-    refs, depth, parent_id, is_tail = connection.execute(TAIL_OF, (old,)).fetchone()
-    grown = False
-    if is_tail:
-        ancestor = connection.execute(ANCESTOR_AT, (tip_id, depth)).fetchone()
-        grown = ancestor is not None and ancestor[0] == parent_id
-    if grown and refs > 1:
-        bump(connection, "cow_copies")
-    drop_hold(connection, old)
-    if grown and refs == 1:
-        connection.execute(SUPERSEDE, (old,))
-
-
-def add_sequence(
-    connection: Connection,
-    *,
-    name: str | None,
-    namespace_id: int,
-    tip_id: int | None,
-    process_id: int | None,
-    tenant: str,
-    expires_at: int | None,
-    now: int,
-) -> int:
-    """A new sequence holding ``tip_id``; one row, no bytes."""
-    (sequence_id,) = connection.execute(
-        INSERT_SEQUENCE, (name, namespace_id, tip_id, process_id, tenant, expires_at, now)
-    ).fetchone()
-    if tip_id is not None:
-        add_hold(connection, tip_id)
-    return int(sequence_id)
-
-
-def drop_sequence(connection: Connection, sequence_id: int) -> None:
-    """Release a sequence; quiet when it is gone."""
-    row = connection.execute(DELETE_SEQUENCE, (sequence_id,)).fetchone()
-    if row is not None:
-        drop_hold(connection, row[0])
-
-
-def drop_expired(connection: Connection, now: int) -> None:
-    """Release sequences whose time is over, some at a time."""
-    for (sequence_id,) in connection.execute(EXPIRED_SEQUENCES, (now,)).fetchall():
-        drop_sequence(connection, sequence_id)
-
-
 def namespace_record(connection: Connection, namespace_id: int) -> NamespaceRecord:
     """A namespace as its shards describe it. Raises UsageError when there is none."""
     row = connection.execute(NAMESPACE_RECORD, (namespace_id,)).fetchone()
     if row is None:
         raise UsageError("The namespace belongs to another store.")
     fingerprint, model, identity, layout, block_tokens, salt, build = row
+    try:
+        parsed = ModelIdentity.from_json(identity)
+    except (KeyError, TypeError, ValueError) as error:
+        raise IntegrityError(f"Namespace {namespace_id} is damaged; run kvdb rebuild.") from error
     return NamespaceRecord(
         fingerprint,
         model,
-        ModelIdentity.from_json(identity),
+        parsed,
         Layout.from_json(layout),
         block_tokens,
         salt,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvdb.driver import Connection
-from kvdb.errors import UsageError
+from kvdb.driver import INDEX_NAME, Connection
+from kvdb.errors import StoreUnavailable, UsageError
 from kvdb.shards import MAX_SHARD_BYTES
 
 MIN_MAX_BYTES = 16 << 20
@@ -60,15 +61,43 @@ class Limit:
             "SELECT value FROM counters WHERE name = 'shard_bytes'"
         ).fetchone()
         beside = wal = 0
-        for entry in os.scandir(self.root):
-            if entry.is_file(follow_symlinks=False):
-                size = entry.stat(follow_symlinks=False).st_size
+        try:
+            entries = list(os.scandir(self.root))
+        except OSError as error:
+            raise StoreUnavailable(f"{self.root} cannot be read: {error.strerror}.") from error
+        for entry in entries:
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue  # a temporary file of another process
+            if stat.S_ISREG(status.st_mode):
                 if entry.name.endswith("-wal"):
-                    wal += size
+                    wal += status.st_size
                 else:
-                    beside += size
+                    beside += status.st_size
         return int(shards) + beside + max(wal, WAL_RESERVE_BYTES)
+
+    def wal_bytes(self) -> int:
+        """Size of the index's WAL."""
+        try:
+            return (self.root / f"{INDEX_NAME}-wal").stat().st_size
+        except OSError:
+            return 0
+
+    @property
+    def wal_pause_bytes(self) -> int:
+        """A WAL beyond this is pinned by a reader from outside: history pauses, and beyond twice
+        this puts pause, until a checkpoint passes."""
+        return min(16 << 20, max(WAL_RESERVE_BYTES, self.max_bytes // 4))
+
+    @property
+    def history_rows(self) -> int:
+        """Rows of ``requests``, and of ``evictions``, that fit beside the payload."""
+        return self.max_bytes // 16384
 
     def disk_allows(self, nbytes: int) -> bool:
         """True when ``nbytes`` more leave the free disk that was asked for."""
-        return volume_bytes(self.root)[1] - nbytes >= self.min_free_bytes
+        try:
+            return volume_bytes(self.root)[1] - nbytes >= self.min_free_bytes
+        except OSError as error:
+            raise StoreUnavailable(f"{self.root} cannot be read: {error.strerror}.") from error

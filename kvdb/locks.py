@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from kvdb.errors import StoreClosed
+
 Flock = Callable[[int, int], None]
 
 
@@ -31,12 +33,13 @@ class FileLock:
     def held(self) -> bool:
         return self._fd is not None
 
-    def acquire(self, *, shared: bool = False, blocking: bool = True) -> bool:
+    def acquire(self, *, shared: bool = False, blocking: bool = True, create: bool = True) -> bool:
         """Take the lock; False when it is not free and ``blocking`` is False.
 
         Raises OSError when the file cannot be opened (a read-only folder, say).
         """
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        fd = os.open(self.path, flags, 0o600)
         mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         try:
             self._flock(fd, mode if blocking else mode | fcntl.LOCK_NB)
@@ -80,6 +83,8 @@ class WriterLock:
     @contextmanager
     def hold(self) -> Iterator[None]:
         with self._mutex:
+            if self._fd < 0:
+                raise StoreClosed("This store object is closed.")
             self._flock(self._fd, fcntl.LOCK_EX)
             try:
                 yield

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvdb import driver, index, recovery
@@ -38,6 +39,7 @@ FOLDERS = ("shards", "tmp", "processes")
 DEFAULT_SETTINGS = {"history_requests": "100000", "history_evictions": "100000"}
 DEFAULT_QUEUE_BYTES = 256 << 20
 LOCK_WAIT_SECONDS = 10.0
+NO_INDEX = "The index of {} is missing or empty but its shards are there; run kvdb rebuild."
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ def open_store(
         if options.read_only:
             return _open_read_only(root, environment)
         fs = fs or FileSystem(full=options.durability == "power")
-        _prepare_folder(root, options.create)
+        _prepare_folder(fs, root, options.create)
         store_lock = share_store(root)
         try:
             # Opening a store on a full disk needs room of its own: the ballast's.
@@ -96,6 +98,8 @@ def usable(root: Path) -> Iterator[None]:
         raise StoreUnavailable(
             f"The store at {root} cannot be used: {error.strerror or error}."
         ) from error
+    except ValueError as error:
+        raise UsageError(f"{str(root)!r} is no path: {error}.") from error
 
 
 def _open_writable(
@@ -106,10 +110,6 @@ def _open_writable(
     codec: Codec,
     store_lock: FileLock,
 ) -> Store:
-    if not (root / driver.INDEX_NAME).exists() and has_shards(root):
-        raise IntegrityError(
-            f"The index of {root} is missing but its shards are there; run kvdb rebuild."
-        )
     writer_lock = WriterLock(root / "writer.lock")
     database = Database(
         root / driver.INDEX_NAME, writer_lock=writer_lock, durability=options.durability
@@ -127,7 +127,8 @@ def _open_writable(
         recovery.settle(database, fs, root, process_id)
         reader = ShardReader(root)
         ballast = Ballast(limit, fs)
-        retention = Retention(database, limit, reader, fs, environment, ballast)
+        settle = partial(recovery.settle, database, fs, root, process_id)
+        retention = Retention(database, limit, reader, fs, environment, ballast, settle)
         with database.read() as connection:
             unfinished = connection.execute(index.DEAD_SHARDS).fetchone()
         if unfinished is not None:
@@ -143,9 +144,14 @@ def _open_writable(
     compactor = Compactor(
         database, limit, reader, fs, environment, retention, process_id, damage.report
     )
-    committer = Committer(database, limit, retention, fs, environment, codec, process_id, compactor)
+    committer = Committer(
+        database, limit, retention, fs, environment, codec, process_id, compactor, reader
+    )
     writer = Writer(
-        committer.commit, queue_bytes=options.queue_bytes, group_bytes=limit.shard_bytes
+        committer.commit,
+        queue_bytes=options.queue_bytes,
+        group_bytes=limit.shard_bytes,
+        seconds=environment.seconds,
     )
     return Store(
         root,
@@ -174,7 +180,7 @@ def _open_read_only(root: Path, environment: Environment) -> Store:
     lock: FileLock | None = None
     try:
         try:
-            lock = share_store(root)
+            lock = share_store(root, create=False)
         except OSError:
             lock = None  # an unwritable folder: nobody can migrate or rebuild it either
         version = database.open()
@@ -201,7 +207,7 @@ def _open_read_only(root: Path, environment: Environment) -> Store:
     )
 
 
-def _prepare_folder(root: Path, create: bool) -> None:
+def _prepare_folder(fs: FileSystem, root: Path, create: bool) -> None:
     if root.exists() and not root.is_dir():
         raise NotAStore(f"{root} is a file, not a kvdb store.")
     known = (root / driver.INDEX_NAME).exists() or (root / "shards").is_dir()
@@ -210,14 +216,16 @@ def _prepare_folder(root: Path, create: bool) -> None:
             raise StoreMissing(f"There is no kvdb store at {root}.")
         if root.is_dir() and any(root.iterdir()):
             raise NotAStore(f"{root} is a folder with other files in it, not a kvdb store.")
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for name in FOLDERS:
-        (root / name).mkdir(mode=0o700, exist_ok=True)
+    # Durably, with every folder above that is new: a store whose own name is lost is all lost.
+    for folder in (*reversed(root.parents), root, *(root / name for name in FOLDERS)):
+        if not folder.is_dir():
+            fs.make_directory(folder)
 
 
-def share_store(root: Path) -> FileLock:
-    """Hold ``store.lock`` shared. Raises StoreLocked while another process has it exclusively."""
-    return _lock_store(root, shared=True)
+def share_store(root: Path, *, create: bool = True) -> FileLock:
+    """Hold ``store.lock`` shared. Raises StoreLocked while another process has it exclusively, and
+    OSError where it cannot be opened, or without ``create`` is not there."""
+    return _lock_store(root, shared=True, create=create)
 
 
 def claim_store(root: Path) -> FileLock:
@@ -225,28 +233,30 @@ def claim_store(root: Path) -> FileLock:
 
     Raises StoreLocked while any other process, or another Store object, uses the store.
     """
-    return _lock_store(root, shared=False)
+    return _lock_store(root, shared=False, create=True)
 
 
-def _lock_store(root: Path, *, shared: bool) -> FileLock:
+def _lock_store(root: Path, *, shared: bool, create: bool) -> FileLock:
     lock = FileLock(root / "store.lock")
-    if lock.acquire(shared=shared, blocking=False):
+    if lock.acquire(shared=shared, blocking=False, create=create):
         return lock
     # flock has no time-out: a helper thread waits for it, fairly queued, and gives it up if late.
-    acquired = threading.Event()
-    abandoned = threading.Event()
+    turn = threading.Condition()
+    given_up = False
 
     def wait() -> None:
         lock.acquire(shared=shared)
-        acquired.set()
-        if abandoned.is_set():
-            lock.release()
+        with turn:
+            if given_up:
+                lock.release()
+            turn.notify_all()
 
     if shared:
-        threading.Thread(target=wait, name="kvdb-store-lock", daemon=True).start()
-        if acquired.wait(LOCK_WAIT_SECONDS):
-            return lock
-        abandoned.set()
+        with turn:
+            threading.Thread(target=wait, name="kvdb-store-lock", daemon=True).start()
+            if turn.wait_for(lambda: lock.held, LOCK_WAIT_SECONDS):
+                return lock
+            given_up = True
     raise StoreLocked(
         f"The store at {root} is "
         + ("being migrated or rebuilt" if shared else "in use by another process")
@@ -268,8 +278,13 @@ def has_shards(root: Path) -> bool:
 def _create(database: Database, writer_lock: WriterLock, root: Path) -> None:
     with writer_lock.hold():
         # Racing first openers queue here; the losers find the schema made.
+        fresh = not database.path.exists()
+        if fresh and has_shards(root):
+            raise IntegrityError(NO_INDEX.format(root))
         version = database.open()
         if version == 0:
+            if has_shards(root):  # an index cut to nothing
+                raise IntegrityError(NO_INDEX.format(root))
             database.migrate()
             version = driver.latest_version()
     if version < driver.latest_version():
@@ -330,7 +345,7 @@ def _migrate(root: Path) -> list[str]:
                 if version == driver.latest_version():
                     return []
                 if version:
-                    write_backup(database, FileSystem(), root)
+                    write_backup(database, FileSystem(), root, Environment().new_uuid())
                 return database.migrate()
         finally:
             database.close()

@@ -5,14 +5,16 @@ Payloads are never mapped: a truncated mapping kills the process, a short read i
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,8 +46,23 @@ class Location(NamedTuple):
     checksum: bytes
 
 
+Reason = Literal["damaged", "missing", "unreadable"]
+
+
 class Damaged(Exception):
-    """Stored bytes are missing, short or wrong. Internal: readers turn it into a miss."""
+    """Stored bytes are wrong or short (``damaged``), gone (``missing``), or cannot be read now
+    (``unreadable``: no descriptor left, no permission, a failing disk), which proves nothing
+    against them. Internal: readers turn it into a miss."""
+
+    def __init__(self, detail: str, reason: Reason = "damaged") -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+    @classmethod
+    def by(cls, error: OSError) -> Damaged:
+        gone = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+        detail = f"shard cannot be read: {error.strerror}"
+        return cls(detail, "missing" if gone else "unreadable")
 
 
 class _OpenShard:
@@ -58,10 +75,15 @@ class _OpenShard:
         self.fd = fd
         self.users = 0
         self.signature = _signature(fd)
-        self.verified: set[int] = set()
+        self.verified: set[Location] = set()
+
+    @property
+    def size(self) -> int:
+        return self.signature[2]
 
 
 def _signature(fd: int) -> tuple[int, int, int]:
+    """What changes when a file does; its link count is looked at apart, since it changes ctime."""
     status = os.fstat(fd)
     return status.st_mtime_ns, status.st_ctime_ns, status.st_size
 
@@ -87,6 +109,8 @@ class PartTarget:
             raise UsageError(
                 f"Part {spec.name!r} has {len(spec.layers)} layers, not {len(buffers)}."
             )
+        if any(len(layer) != len(spec.tensors) for layer in buffers):
+            raise UsageError(f"Every layer of part {spec.name!r} has {len(spec.tensors)} tensors.")
         self._rows = [
             _rows(tensor, array, needed)
             for layer in buffers
@@ -120,12 +144,15 @@ class PartTarget:
 
 def _rows(tensor: TensorSpec, array: npt.NDArray[Any], needed: int) -> _Rows:
     axis = tensor.token_axis
-    capacity = 0 if axis is None else array.shape[axis]
+    full = len(tensor.shape) + (axis is not None)
+    capacity = 0 if axis is None or array.ndim != full else array.shape[axis]
     if (
-        array.dtype.itemsize != tensor.numpy_dtype.itemsize
+        array.ndim != full
+        or not array.flags.writeable
+        or array.dtype.itemsize != tensor.numpy_dtype.itemsize
         or not array.flags.c_contiguous
         or array.shape != tensor.full_shape(capacity)
-        or (axis is not None and capacity < needed)
+        or (axis is not None and capacity < max(needed, 1))
     ):
         raise UsageError(
             f"Buffer for {tensor.name!r} must be C-contiguous {tensor.dtype} of shape "
@@ -148,7 +175,7 @@ class ShardReader:
         self._root = root
         self._max_open = max_open
         self._open: OrderedDict[str, _OpenShard] = OrderedDict()
-        self._verified: dict[str, tuple[tuple[int, int, int], set[int]]] = {}
+        self._verified: dict[str, tuple[tuple[int, int, int], set[Location]]] = {}
         self._mutex = threading.Lock()
 
     def read_into(
@@ -169,12 +196,16 @@ class ShardReader:
         stored = self.read_stored(location)
         try:
             return get_codec(location.codec).decode(stored, location.raw_nbytes)
-        except (IntegrityError, UsageError) as error:
+        except (IntegrityError, UsageError, OverflowError, MemoryError) as error:
             raise Damaged(str(error)) from error
 
     def read_stored(self, location: Location) -> Bytes:
         """A part's bytes as they are stored, still encoded. Raises Damaged."""
-        stored = np.empty(location.nbytes, dtype=np.uint8)
+        with self._descriptor(location.shard) as shard:
+            # The index may lie: never allocate more than the file could fill.
+            if location.offset + location.nbytes > shard.size:
+                raise Damaged("part reaches beyond its shard")
+            stored = np.empty(location.nbytes, dtype=np.uint8)
         self._read_runs(location, [stored.data])
         return stored
 
@@ -187,7 +218,7 @@ class ShardReader:
         if sum(map(len, runs)) != location.nbytes:
             raise Damaged(f"part has {location.nbytes} bytes, not what its layout says")
         with self._descriptor(location.shard) as shard:
-            if location.offset in shard.verified:
+            if location in shard.verified:
                 _preadv(shard.fd, location.offset, runs)
                 return
             _preadv(shard.fd, location.offset, runs)
@@ -196,12 +227,15 @@ class ShardReader:
                 checksum.update(run)
             if checksum.digest() != location.checksum:
                 raise Damaged("checksum mismatch")
-            shard.verified.add(location.offset)
+            shard.verified.add(location)
 
     @contextmanager
     def _descriptor(self, uuid: str) -> Iterator[_OpenShard]:
         with self._mutex:
             shard = self._open.get(uuid)
+            if shard is not None and os.fstat(shard.fd).st_nlink == 0:
+                self._drop(uuid)  # unlinked meanwhile: keeping it open would keep its bytes
+                shard = None
             if shard is None:
                 shard = self._open_shard(uuid)
             else:
@@ -222,9 +256,12 @@ class ShardReader:
     def _open_shard(self, uuid: str) -> _OpenShard:
         path = shard_path(self._root, uuid)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
-            raise Damaged(f"shard cannot be opened: {error.strerror}") from error
+            raise Damaged.by(error) from error
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise Damaged("shard is not a file", "missing")
         shard = _OpenShard(fd)
         kept = self._verified.pop(uuid, None)
         if kept is not None and kept[0] == shard.signature:
@@ -243,10 +280,20 @@ class ShardReader:
     def forget(self, uuid: str) -> None:
         """Close a shard's descriptor: its row is gone."""
         with self._mutex:
-            self._verified.pop(uuid, None)
-            shard = self._open.pop(uuid, None)
-            if shard is not None and shard.users == 0:
-                os.close(shard.fd)
+            self._drop(uuid)
+
+    def sweep(self) -> None:
+        """Close descriptors of shards that were unlinked, by this process or another."""
+        with self._mutex:
+            gone = [u for u, shard in self._open.items() if os.fstat(shard.fd).st_nlink == 0]
+            for uuid in gone:
+                self._drop(uuid)
+
+    def _drop(self, uuid: str) -> None:
+        self._verified.pop(uuid, None)
+        shard = self._open.pop(uuid, None)
+        if shard is not None and shard.users == 0:
+            os.close(shard.fd)
 
     def close(self) -> None:
         with self._mutex:
@@ -265,7 +312,7 @@ def _preadv(fd: int, offset: int, runs: list[memoryview]) -> None:
             try:
                 count = os.preadv(fd, batch, offset)
             except OSError as error:
-                raise Damaged(f"shard cannot be read: {error.strerror}") from error
+                raise Damaged.by(error) from error
             if count == 0 and any(map(len, batch)):
                 raise Damaged("shard is shorter than its index says")
             offset += count

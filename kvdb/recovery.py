@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvdb import index
+from kvdb import holding, index
 from kvdb.driver import Connection, Database
 from kvdb.durable import FileSystem
 from kvdb.locks import FileLock, is_dead
@@ -41,20 +41,21 @@ def register(database: Database, uuid: str, pid: int, program: str, now: int) ->
 def settle(database: Database, fs: FileSystem, root: Path, own_id: int) -> int:
     """Remove what dead processes were writing and release what they held.
 
-    Returns the number of unfinished shards swept (also added to counter ``leftovers_swept``).
+    Returns how many processes were settled. Unfinished shards are counted in ``leftovers_swept``.
     """
-    swept = 0
+    settled = 0
     with database.read() as connection:
         processes = connection.execute(DEAD_CANDIDATES, (own_id,)).fetchall()
     for process_id, uuid in processes:
         lock = process_lock_path(root, uuid)
         if is_dead(lock):
-            swept += _settle_process(database, fs, root, process_id)
+            _settle_process(database, fs, root, process_id)
             fs.unlink(lock)
-    return swept
+            settled += 1
+    return settled
 
 
-def _settle_process(database: Database, fs: FileSystem, root: Path, process_id: int) -> int:
+def _settle_process(database: Database, fs: FileSystem, root: Path, process_id: int) -> None:
     with database.read() as connection:
         unfinished = connection.execute(UNFINISHED, (process_id,)).fetchall()
     # Files first: a row without files is found again, a file without a row only by verify.
@@ -65,37 +66,33 @@ def _settle_process(database: Database, fs: FileSystem, root: Path, process_id: 
         with database.write() as connection:
             if _release_some(connection, process_id):
                 continue
-            connection.executemany(index.DELETE_SHARD, [(id_,) for id_, _ in unfinished])
+            connection.executemany(index.DELETE_WRITING, [(id_,) for id_, _ in unfinished])
             if unfinished:
                 index.bump(connection, "leftovers_swept", len(unfinished))
             connection.execute(FORGET_PROCESS, (process_id,))
-        return len(unfinished)
+        return
 
 
 def _release_some(connection: Connection, process_id: int) -> bool:
     """Release a batch of a process's running requests; True while there may be more."""
     rows = connection.execute(RUNNING, (process_id,)).fetchmany(RELEASES_PER_TRANSACTION)
     for (sequence_id,) in rows:
-        index.drop_sequence(connection, sequence_id)
+        holding.drop_sequence(connection, sequence_id)
     return len(rows) == RELEASES_PER_TRANSACTION
 
 
 def deregister(database: Database, lock: FileLock, process_id: int) -> None:
-    """The clean end of a process: its requests are released and its row goes."""
-    while True:
-        with database.write() as connection:
-            if _release_some(connection, process_id):
-                continue
-            connection.execute(
-                "UPDATE shards SET process_id = NULL WHERE process_id = ? AND state <> 'writing'",
-                (process_id,),
-            )
-            writing = connection.execute(
-                "SELECT 1 FROM shards WHERE process_id = ? LIMIT 1", (process_id,)
-            ).fetchone()
-            if writing is None:
-                connection.execute(FORGET_PROCESS, (process_id,))
-        break
-    if writing is None:
-        lock.path.unlink(missing_ok=True)
-    lock.release()
+    """The clean end of a process: its requests are released and its row goes. Whatever happens,
+    its lock is free afterwards, so that others settle the rest."""
+    try:
+        while True:
+            with database.write() as connection:
+                if _release_some(connection, process_id):
+                    continue
+                # A shard that could not be removed keeps its owner's row: another open settles it.
+                if connection.execute(UNFINISHED, (process_id,)).fetchone() is None:
+                    connection.execute(FORGET_PROCESS, (process_id,))
+                    lock.path.unlink(missing_ok=True)
+            return
+    finally:
+        lock.release()

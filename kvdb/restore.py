@@ -36,6 +36,8 @@ def read_match(
     specs = [match.namespace.layout.by_name.get(name) for name in into]
     if any(spec is None or not spec.cuttable for spec in specs):
         raise UsageError(f"Only parts that are cut along tokens can be read into: {list(into)}.")
+    if blocks is not None and any(not 0 <= i < len(match.blocks) for i in blocks):
+        raise UsageError(f"The match has {len(match.blocks)} blocks; there are no others to read.")
     chosen = [match.blocks[i] for i in (range(len(match.blocks)) if blocks is None else blocks)]
     wanted = [block.id for block in chosen if block.live]
     tail = match.shared if shared else None
@@ -74,9 +76,13 @@ class _Read:
     def block(self, block: MatchedBlock, tokens: int) -> bool:
         """Read a block's first ``tokens`` tokens; False when a part of it is gone or damaged."""
         return block.live and all(
-            self._part(self._places.get((block.id, name)), target, block, tokens)
+            self._part(self._place(block, name), target, block, tokens)
             for name, target in self._targets.items()
         )
+
+    def _place(self, block: MatchedBlock, name: str) -> Location | None:
+        place = self._places.get((block.id, name))
+        return place if place is not None and place.hash == block.hash else None
 
     def _part(
         self, place: Location | None, target: PartTarget, block: MatchedBlock, tokens: int
@@ -88,7 +94,7 @@ class _Read:
             try:
                 self._store.reader.read_into(place, target, block.start, tokens, block.token_count)
             except Damaged as damage:
-                place = self._store.report_damage(place, str(damage))
+                place = self._store.report_damage(place, damage)
             else:
                 self.nbytes += place.nbytes
                 return True

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvdb import index
+from kvdb import holding, index
 from kvdb.errors import IntegrityError, QuotaExceeded, StoreMissing, UsageError
 from kvdb.identity import Tokens, as_tokens
 from kvdb.layout import Layout
@@ -51,6 +51,7 @@ SELECT coalesce(sum(p.nbytes), 0) FROM held JOIN parts AS p ON p.block_id = held
 """
 # Pins, names and TTLs may hold this share of a tenant's quota: the rest stays a cache.
 HOLDABLE = 0.5
+MAX_TTL_SECONDS = 1e11
 
 
 class Sequence:
@@ -78,8 +79,10 @@ class Sequence:
     def tokens(self) -> Tokens:
         """All token ids from the root to the tip."""
         with self._store.database.read() as connection:
-            (tip,) = connection.execute(index.SEQUENCE_TIP, (self.id,)).fetchone()
-            rows = connection.execute(SEQUENCE_TOKENS, (tip,)).fetchall()
+            row = connection.execute(holding.SEQUENCE_TIP, (self.id,)).fetchone()
+            if row is None:
+                raise StoreMissing(f"The sequence {self.name or self.id} was dropped.")
+            rows = connection.execute(SEQUENCE_TOKENS, row).fetchall()
         if any(row[0] is None for row in rows):
             raise IntegrityError("A held block has lost its tokens; run kvdb verify --repair.")
         return as_tokens(np.frombuffer(b"".join(row[0] for row in rows), dtype="<u4"))
@@ -88,9 +91,9 @@ class Sequence:
         """Hold another block, which must be held now, instead of the present tip."""
         with self._store.database.write() as connection:
             row = index.find_block(connection, tip_hash)
-            if row is None or not row.held:
-                raise StoreMissing("The block to advance to is not in the store.")
-            index.move_sequence(connection, self.id, row.id)
+            if row is None or not row.held or row.namespace_id != self.namespace.id:
+                raise StoreMissing("The block to advance to is not in the sequence's namespace.")
+            holding.move_sequence(connection, self.id, row.id)
 
     def fork(self, name: str | None = None) -> Sequence:
         """Another sequence on the same tip. Without a name it lives as long as this process."""
@@ -171,7 +174,7 @@ class Sequence:
     def drop(self) -> None:
         """Let go of the chain. Blocks stay until they are evicted. Quiet when done before."""
         with self._store.database.write() as connection:
-            index.drop_sequence(connection, self.id)
+            holding.drop_sequence(connection, self.id)
 
 
 @dataclass(slots=True)
@@ -208,14 +211,18 @@ def create_sequence(
     owner: int | None,
 ) -> Sequence:
     """See :meth:`kvdb.store.Store.sequence`; ``owner`` is the process row of an unnamed one."""
+    if ttl_seconds is not None and not 0 <= ttl_seconds < MAX_TTL_SECONDS:
+        raise UsageError(f"A sequence cannot last {ttl_seconds} seconds.")
+    if name is not None and not (name and name.isprintable()):
+        raise UsageError("A sequence's name must be printable text.")
     now = store.environment.now_us()
     expires = None if ttl_seconds is None else now + int(ttl_seconds * 1_000_000)
     with store.database.write() as connection:
-        index.drop_expired(connection, now)
+        holding.drop_expired(connection, now)
         tip = None
         if tip_hash is not None:
             row = index.find_block(connection, tip_hash)
-            if row is None or not row.held:
+            if row is None or not row.held or row.namespace_id != namespace.id:
                 raise StoreMissing("The block to hold is not in the store.")
             tip = row.id
         if name is not None:
@@ -228,7 +235,7 @@ def create_sequence(
                     f"Named sequences would hold {held} bytes, more than the {allowed} they may; "
                     "drop some first, or raise max_bytes."
                 )
-        id_ = index.add_sequence(
+        id_ = holding.add_sequence(
             connection,
             name=name,
             namespace_id=namespace.id,

@@ -8,6 +8,8 @@ the namespace and, per block and part, all that the index knows: the index can b
 from __future__ import annotations
 
 import json
+import os
+import stat
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ import numpy.typing as npt
 from kvdb.errors import IntegrityError, UsageError
 from kvdb.identity import (
     FORMAT_VERSION,
+    ROOT_PARENT,
     ModelIdentity,
     Tokens,
     block_hash,
@@ -35,6 +38,9 @@ MAX_HEADER_BYTES = 512 << 10
 HEADER_CAP_BYTES = 1 << 20
 HEADER_BYTES_PER_BLOCK = 360
 HEADER_BYTES_PER_PART = 260
+CHECKSUM_BYTES = 16
+MAX_DEPTH = 1 << 31
+ORIGINS = ("prefill", "decode", "import")
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -75,7 +81,7 @@ class NamespaceRecord:
             raise IntegrityError("A shard's namespace does not match its fingerprint.")
         return cls(
             fingerprint,
-            str(document["model"]),
+            str(document["model"]).encode("utf-8", "replace").decode(),
             identity,
             layout,
             document["block_tokens"],
@@ -250,8 +256,13 @@ def read_shard_content(path: Path) -> ShardContent:
     overlapping or missing tensors, or a block whose hash does not follow from its tokens.
     Raises OSError when it cannot be read.
     """
-    with path.open("rb") as file:
-        size = path.stat().st_size
+    # A pipe or device under a shard's name must not block or be followed.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(fd, "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise IntegrityError("A shard is not a regular file.")
+        size = status.st_size
         header = _read_header(file.read(8), size, file.read)
         try:
             document = json.loads(header["__metadata__"]["kvdb"])
@@ -264,7 +275,16 @@ def read_shard_content(path: Path) -> ShardContent:
             file.seek(base + start)
             tokens = np.frombuffer(file.read(end - start), dtype="<u4")
             blocks = tuple(_blocks(document, header, tokens, namespace, base))
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError, UsageError) as error:
+        except (
+            KeyError,
+            IndexError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            UsageError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise IntegrityError(f"A shard's description is wrong: {error!r}.") from error
     return ShardContent(namespace, blocks, size)
 
@@ -322,6 +342,8 @@ def _blocks(
         if raw_nbytes != spec.nbytes(document["blocks"][index]["tokens"]):
             raise IntegrityError(f"Part {name!r} declares {raw_nbytes} bytes, not its layout's.")
         checksum = bytes.fromhex(checksum)
+        if len(checksum) != CHECKSUM_BYTES:
+            raise IntegrityError(f"Part {name!r} has a checksum of {len(checksum)} bytes.")
         parts.setdefault(index, []).append(
             ShardPart(str(name), str(codec), end - start, raw_nbytes, checksum, base + start)
         )
@@ -336,6 +358,13 @@ def _blocks(
         fits = len(own) == count and 0 < count <= namespace.block_tokens
         if not fits or hash_.hex() != record["hash"]:
             raise IntegrityError("A block's hash does not follow from its tokens.")
+        if (
+            record["origin"] not in ORIGINS
+            or not 0 <= record["depth"] < MAX_DEPTH
+            or not isinstance(record["build"], str | None)
+            or (record["depth"] == 0) != (parent == ROOT_PARENT)
+        ):
+            raise IntegrityError("A block's description has impossible values.")
         yield ShardBlock(
             hash_,
             parent,

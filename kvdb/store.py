@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvdb import index, recovery, retention
+from kvdb import holding, index, recovery, retention
 from kvdb.backup import MAX_AGE_SECONDS, refresh_backup
 from kvdb.builds import Build, find_or_add_build, set_verdict
 from kvdb.check.verify import VerifyReport, verify_store
@@ -22,12 +23,22 @@ from kvdb.compaction import CompactionReport, Compactor
 from kvdb.damage import DamageDesk
 from kvdb.driver import Database
 from kvdb.durable import FileSystem
-from kvdb.errors import KvdbError, StoreClosed, StoreMissing, StoreReadOnly, UsageError
+from kvdb.errors import (
+    KvdbError,
+    OutOfSpace,
+    StoreClosed,
+    StoreLocked,
+    StoreMissing,
+    StoreReadOnly,
+    StoreUnavailable,
+    UsageError,
+)
 from kvdb.history import RequestRecord, insert_request
 from kvdb.identity import (
     DEFAULT_BLOCK_TOKENS,
     ExtraKey,
     ModelIdentity,
+    Tokens,
     as_tokens,
     chain_hashes,
     namespace_fingerprint,
@@ -42,7 +53,7 @@ from kvdb.restore import ReadResult, read_match
 from kvdb.retention import EvictionReport, Retention
 from kvdb.sandbox import SqlResult, run_sql
 from kvdb.sequences import Lease, Sequence, create_sequence, find_sequence
-from kvdb.shards import NamespaceRecord
+from kvdb.shards import ORIGINS, NamespaceRecord
 from kvdb.writer import Payload, PutJob, Ticket, Writer, check_payloads
 
 TokenIds = Items[int] | npt.NDArray[np.integer]
@@ -90,6 +101,7 @@ class Store:
         self._records: dict[int, NamespaceRecord] = {}
         self._builds: dict[int, str] = {}
         self._closed = False
+        self._pid = os.getpid()
         self._closing = threading.Lock()
 
     # -- life --------------------------------------------------------------------------------
@@ -137,8 +149,8 @@ class Store:
         return True if self._writer is None else self._writer.flush(timeout)
 
     def _require_writer(self) -> Writer:
-        if self._closed:
-            raise StoreClosed("This store object is closed.")
+        if self._closed or self._pid != os.getpid():
+            raise StoreClosed("This store object is closed, or belongs to another process.")
         if self._writer is None:
             raise StoreReadOnly(f"The store at {self.path} is open for reading only.")
         return self._writer
@@ -193,6 +205,8 @@ class Store:
             with self.database.read() as connection:
                 record = index.namespace_record(connection, namespace.id)
             self._records[namespace.id] = record
+        if record.fingerprint != namespace.fingerprint:
+            raise UsageError("The namespace belongs to another store.")
         return record
 
     def build(self, namespace: Namespace, digest: str, description: Mapping[str, Any]) -> Build:
@@ -259,7 +273,31 @@ class Store:
                 share_tail=share_tail,
             )
             return Lease(match, None)
+        try:
+            return self._hold(namespace, array, extra_keys, exact_build, share_tail, tenant)
+        except (StoreLocked, OutOfSpace, StoreUnavailable):
+            # It cannot be written now: a match that nothing holds is still a match.
+            match = self.match(
+                namespace,
+                array,
+                extra_keys=extra_keys,
+                exact_build=exact_build,
+                share_tail=share_tail,
+            )
+            return Lease(match, None)
+
+    def _hold(
+        self,
+        namespace: Namespace,
+        array: Tokens,
+        extra_keys: Items[ExtraKey],
+        exact_build: int | None,
+        share_tail: bool,
+        tenant: str,
+    ) -> Lease:
         with self.database.write() as connection:
+            if self._closed:
+                raise StoreClosed("This store object is closed.")
             match = find_match(
                 connection,
                 namespace,
@@ -271,7 +309,7 @@ class Store:
             tip = match.tip_id
             if match.shared is not None:
                 tip = match.shared.block.id  # holds the matched blocks too: it stands on them
-            sequence_id = index.add_sequence(
+            sequence_id = holding.add_sequence(
                 connection,
                 name=None,
                 namespace_id=namespace.id,
@@ -309,7 +347,7 @@ class Store:
             try:
                 return self.reader.read(location)
             except Damaged as damage:
-                location = self.report_damage(location, str(damage))
+                location = self.report_damage(location, damage)
         return None
 
     def locate(self, block_ids: Items[int]) -> dict[tuple[int, str], Location]:
@@ -317,9 +355,9 @@ class Store:
         with self.database.read() as connection:
             return index.locations(connection, block_ids)
 
-    def report_damage(self, location: Location, detail: str) -> Location | None:
+    def report_damage(self, location: Location, damage: Damaged) -> Location | None:
         """See :meth:`kvdb.damage.DamageDesk.report`."""
-        return self._damage.report(location, detail)
+        return self._damage.report(location, damage)
 
     # -- put ---------------------------------------------------------------------------------
 
@@ -341,6 +379,10 @@ class Store:
         writer = self._require_writer()
         array = as_tokens(tokens)
         check_payloads(namespace, len(array), payloads)
+        if origin not in ORIGINS:
+            raise UsageError(f"origin must be one of {', '.join(ORIGINS)}, not {origin!r}.")
+        if build_id is not None and build_id not in self._builds:
+            raise UsageError("build_id must be the id of a build that this store object gave.")
         hashes = chain_hashes(namespace.fingerprint, array, namespace.block_tokens, extra_keys)
         ticket = Ticket(len(payloads))
         job = PutJob(
@@ -430,13 +472,26 @@ class Store:
         if target < 0:
             raise UsageError("The size to evict to must not be negative.")
         keep = self.require_retention()
-        with self.database.read() as connection:
-            excess = self.limit.used(connection) - target
+        excess = self.used_bytes() - target
         if excess <= 0:
             return EvictionReport()
         if dry_run:
             return keep.plan(excess, namespace_id=namespace_id)
-        return keep.free(excess, reason="manual", namespace_id=namespace_id, progress=progress)
+        return keep.free(
+            excess,
+            reason="manual",
+            namespace_id=namespace_id,
+            progress=progress,
+            compact=self._compact_waste,
+        )
+
+    def _compact_waste(self) -> int:
+        return 0 if self._compactor is None else self._compactor.run(small=False).freed_bytes
+
+    def used_bytes(self) -> int:
+        """What the directory holds, as the limit counts it."""
+        with self.database.read() as connection:
+            return self.limit.used(connection)
 
     def compact(
         self, *, progress: Callable[[CompactionReport], None] | None = None

@@ -24,6 +24,7 @@ from kvdb.shards import Bytes, NamespaceRecord
 log = logging.getLogger("kvdb.writer")
 
 Task = Callable[[Connection], None]
+SAY_AGAIN_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,16 @@ Commit = Callable[[Sequence[PutJob], Sequence[Task]], None]
 class Writer:
     """The queue and its thread. ``commit`` stores a group (see :class:`kvdb.commit.Committer`)."""
 
-    def __init__(self, commit: Commit, *, queue_bytes: int, group_bytes: int) -> None:
+    def __init__(
+        self,
+        commit: Commit,
+        *,
+        queue_bytes: int,
+        group_bytes: int,
+        seconds: Callable[[], float],
+    ) -> None:
+        self._seconds = seconds
+        self._said = ("", 0.0)
         self._commit = commit
         self._queue_bytes = queue_bytes
         self._group_bytes = group_bytes
@@ -169,9 +179,10 @@ class Writer:
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all that was queued before is committed or dropped; False on time-out."""
         with self._condition:
-            return self._condition.wait_for(
+            idle = self._condition.wait_for(
                 lambda: self._failed or not (self._jobs or self._tasks or self._busy), timeout
             )
+            return idle and not self._failed
 
     @property
     def pending_bytes(self) -> int:
@@ -196,13 +207,9 @@ class Writer:
                     if not jobs and not tasks:
                         return
                     self._busy = True
-                try:
-                    self._commit(jobs, tasks)
-                except (KvdbError, OSError) as error:
-                    log.warning("not stored: %s", error)
-                    for job in jobs:
-                        job.ticket.drop(type(error).__name__)
+                self._commit_safely(jobs, tasks)
                 self._finish(jobs)
+                jobs = []
         finally:
             # Also after a bug: no caller may wait for ever on a thread that is gone.
             with self._condition:
@@ -214,6 +221,28 @@ class Writer:
             for job in left:
                 job.ticket.drop("closed")
                 job.ticket.finish()
+
+    def _commit_safely(self, jobs: Sequence[PutJob], tasks: Sequence[Task]) -> None:
+        try:
+            self._commit(jobs, tasks)
+        except (KvdbError, OSError) as error:
+            self._say(f"not stored: {error}")
+            reason = type(error).__name__
+        except Exception:
+            # The border of the thread: a bug met here must cost this group, not all that follow.
+            log.exception("not stored, by a defect of kvdb")
+            reason = "defect"
+        else:
+            return
+        for job in jobs:
+            job.ticket.drop(reason)
+
+    def _say(self, message: str) -> None:
+        """Warn, about the same thing at most once a minute."""
+        now = self._seconds()
+        if message != self._said[0] or now - self._said[1] >= SAY_AGAIN_SECONDS:
+            log.warning("%s", message)
+            self._said = (message, now)
 
     def _take(self) -> tuple[list[PutJob], list[Task]]:
         jobs: list[PutJob] = []
@@ -265,8 +294,9 @@ def check_payloads(namespace: Namespace, tokens: int, payloads: Sequence[Payload
             spec = namespace.layout.by_name.get(name)
             if spec is None:
                 raise UsageError(f"The layout has no part {name!r}.")
-            if part.dtype != np.uint8 or part.ndim != 1 or part.nbytes != spec.nbytes(count):
+            flat = part.dtype == np.uint8 and part.ndim == 1 and part.flags.c_contiguous
+            if not flat or part.nbytes != spec.nbytes(count):
                 raise UsageError(
                     f"Part {name!r} of block {payload.index} must be {spec.nbytes(count)} bytes "
-                    f"of uint8, not {part.nbytes} of {part.dtype}."
+                    f"of contiguous uint8, not {part.nbytes} of {part.dtype}."
                 )

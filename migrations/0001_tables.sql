@@ -1,6 +1,6 @@
 -- Times *_at are Unix microseconds. last_access and prev_access are ticks of counters.tick:
 -- last_access of the latest reference, prev_access of the latest one that counted (references
--- within one window count once).
+-- within one window count once). Row ids that handles keep are never used again (AUTOINCREMENT).
 
 CREATE TABLE settings (
     key   TEXT PRIMARY KEY,
@@ -42,7 +42,7 @@ CREATE TABLE builds (
 ) STRICT;
 
 CREATE TABLE processes (
-    id         INTEGER PRIMARY KEY,
+    id         INTEGER PRIMARY KEY AUTOINCREMENT,
     uuid       TEXT NOT NULL UNIQUE CHECK (length(uuid) = 32),
     pid        INTEGER NOT NULL,
     program    TEXT NOT NULL,
@@ -51,7 +51,7 @@ CREATE TABLE processes (
 
 -- writing: its file may be partly there. live: published. dead: no part left, file to be unlinked.
 CREATE TABLE shards (
-    id           INTEGER PRIMARY KEY,
+    id           INTEGER PRIMARY KEY AUTOINCREMENT,
     uuid         TEXT NOT NULL UNIQUE CHECK (length(uuid) = 32),
     state        TEXT NOT NULL CHECK (state IN ('writing', 'live', 'dead')),
     namespace_id INTEGER NOT NULL REFERENCES namespaces (id),
@@ -62,12 +62,15 @@ CREATE TABLE shards (
     live_bytes   INTEGER NOT NULL DEFAULT 0,
     created_at   INTEGER NOT NULL
 ) STRICT;
-CREATE INDEX shards_unsettled ON shards (state) WHERE state <> 'live';
+CREATE INDEX shards_by_state ON shards (state, process_id);
+CREATE INDEX shards_by_process ON shards (process_id) WHERE process_id IS NOT NULL;
+CREATE INDEX shards_mostly_dead ON shards (part_bytes - live_bytes)
+    WHERE state = 'live' AND live_bytes * 2 < part_bytes;
 CREATE INDEX shards_by_namespace ON shards (namespace_id);
 
 -- refs = held child blocks + sequences whose tip it is; held = live, or refs > 0.
 CREATE TABLE blocks (
-    id           INTEGER PRIMARY KEY,
+    id           INTEGER PRIMARY KEY AUTOINCREMENT,
     hash         BLOB NOT NULL UNIQUE CHECK (length(hash) = 32),
     parent_id    INTEGER REFERENCES blocks (id),
     namespace_id INTEGER NOT NULL REFERENCES namespaces (id),
@@ -117,7 +120,7 @@ CREATE INDEX parts_by_shard ON parts (shard_id, offset);
 
 -- A name, or a running request (process_id set), that holds one block: its tip.
 CREATE TABLE sequences (
-    id           INTEGER PRIMARY KEY,
+    id           INTEGER PRIMARY KEY AUTOINCREMENT,
     name         TEXT UNIQUE,
     namespace_id INTEGER NOT NULL REFERENCES namespaces (id),
     tip_id       INTEGER REFERENCES blocks (id),
@@ -128,6 +131,7 @@ CREATE TABLE sequences (
     CHECK ((name IS NULL) <> (process_id IS NULL))
 ) STRICT;
 CREATE INDEX sequences_by_tip ON sequences (tip_id);
+CREATE INDEX sequences_by_expiry ON sequences (expires_at) WHERE expires_at IS NOT NULL;
 CREATE INDEX sequences_by_process ON sequences (process_id) WHERE process_id IS NOT NULL;
 
 CREATE TABLE requests (

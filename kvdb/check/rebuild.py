@@ -6,14 +6,17 @@ old index if it still reads, else from ``index.backup``; what neither has is los
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvdb import driver, index
+from kvdb import driver, holding, index
 from kvdb.backup import BACKUP_NAME
 from kvdb.builds import find_or_add_build
 from kvdb.clock import Environment
@@ -26,7 +29,9 @@ from kvdb.opening import DEFAULT_SETTINGS, FOLDERS, claim_store, usable
 from kvdb.shards import NamespaceRecord, ShardBlock, read_shard_content
 
 NEW_INDEX = "index.rebuilding"
+SET_ASIDE = "index.set-aside"
 BLOCKS_PER_TRANSACTION = 500
+UUID = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(slots=True)
@@ -60,8 +65,9 @@ def rebuild_store(
 ) -> RebuildReport:
     """Make the index of the store at ``path`` anew, alone on the store.
 
-    The new index is built beside the old one and takes its place in one rename, so a crash leaves
-    the old state. Raises StoreMissing, NotAStore, StoreLocked, StoreTooNew.
+    The new index is built beside the old one, which has its WAL moved in and gets a second name;
+    then the new one takes its place in one rename: a crash leaves the old state or the new.
+    Raises StoreMissing, NotAStore, StoreLocked, StoreTooNew.
     """
     root = Path(path).absolute()
     with usable(root):
@@ -97,7 +103,8 @@ def _rebuild(
             database.close()
             writer_lock.close()
         for leftover in (root / "tmp").iterdir():
-            fs.unlink(leftover)
+            if not leftover.is_dir():
+                fs.unlink(leftover)
         report.set_aside = _swap(fs, root, target, environment)
         return report
     finally:
@@ -115,6 +122,9 @@ def _scan(
     for done, file in enumerate(files):
         if progress is not None:
             progress(done, len(files))
+        if not UUID.fullmatch(file.stem):
+            report.skipped.append(f"{file.name}: not named by kvdb")
+            continue
         try:
             content = read_shard_content(file)
         except (IntegrityError, OSError) as error:
@@ -144,16 +154,15 @@ def _fill(
     ids: dict[bytes, int] = {}
     for batch in _batches(found):
         with database.write() as connection:
-            for hash_ in batch:
+            for hash_, depth in batch:
                 entry = found[hash_]
                 fingerprint = entry.record.fingerprint
                 if fingerprint not in namespaces:
                     namespaces[fingerprint] = index.ensure_namespace(connection, entry.record, now)
                 namespace_id = namespaces[fingerprint]
-                first = entry.places[0][1]
-                if first.parent != ROOT_PARENT and first.parent not in ids:
-                    report.lost.append(f"block {hash_.hex()[:16]}: its parent is gone")
-                    continue
+                parent = entry.places[0][1].parent
+                if parent != ROOT_PARENT and parent not in ids:
+                    continue  # its payload was incomplete: said below with the rest
                 for uuid, block in entry.places:
                     if uuid not in shards:
                         shards[uuid] = _add_shard(connection, uuid, namespace_id, sizes[uuid], now)
@@ -161,13 +170,18 @@ def _fill(
                         builds[namespace_id, block.build] = find_or_add_build(
                             connection, namespace_id, block.build, "{}", now
                         ).id
-                block_id = _add_block(connection, entry, namespace_id, ids, builds, now)
+                block_id = _add_block(connection, entry, namespace_id, depth, ids, builds, now)
                 if block_id is None:
                     report.lost.append(f"block {hash_.hex()[:16]}: its payload is incomplete")
                     continue
                 ids[hash_] = block_id
                 report.blocks += 1
                 _add_parts(connection, entry, block_id, shards, report)
+    report.lost += [
+        f"block {hash_.hex()[:16]}: its parent is gone"
+        for hash_, entry in found.items()
+        if hash_ not in ids and entry.places[0][1].parent not in (*ids, ROOT_PARENT)
+    ]
     with database.write() as connection:
         for uuid, size in sizes.items():
             if uuid not in shards:  # nothing of it is usable: give its bytes back at the next open
@@ -178,15 +192,18 @@ def _fill(
     report.namespaces = len(namespaces)
 
 
-def _batches(found: dict[bytes, _Found]) -> Iterator[list[bytes]]:
-    """Hashes in order of depth: parents before children."""
-    by_depth: dict[int, list[bytes]] = defaultdict(list)
+def _batches(found: dict[bytes, _Found]) -> Iterator[list[tuple[bytes, int]]]:
+    """(hash, depth) of every block that a root leads to, parents before children. The depth is
+    counted, not believed: no hash covers it."""
+    children: dict[bytes, list[bytes]] = defaultdict(list)
     for hash_, entry in found.items():
-        by_depth[entry.places[0][1].depth].append(hash_)
-    for depth in sorted(by_depth):
-        hashes = by_depth[depth]
-        for start in range(0, len(hashes), BLOCKS_PER_TRANSACTION):
-            yield hashes[start : start + BLOCKS_PER_TRANSACTION]
+        children[entry.places[0][1].parent].append(hash_)
+    level, depth = children[ROOT_PARENT], 0
+    while level:
+        for start in range(0, len(level), BLOCKS_PER_TRANSACTION):
+            yield [(hash_, depth) for hash_ in level[start : start + BLOCKS_PER_TRANSACTION]]
+        level = [child for hash_ in level for child in children.get(hash_, ())]
+        depth += 1
 
 
 def _add_shard(
@@ -204,6 +221,7 @@ def _add_block(
     connection: Connection,
     entry: _Found,
     namespace_id: int,
+    depth: int,
     ids: dict[bytes, int],
     builds: dict[tuple[int, str], int],
     now: int,
@@ -222,7 +240,7 @@ def _add_block(
         hash_=block.hash,
         parent_id=ids.get(block.parent),
         namespace_id=namespace_id,
-        depth=block.depth,
+        depth=depth,
         token_count=len(block.tokens),
         origin=block.origin,
         exact=block.exact,
@@ -362,7 +380,7 @@ def _write_rest(database: Database, rest: _Rest, report: RebuildReport) -> None:
             if namespace is None or (tip is not None and block is None):
                 report.lost.append(f"sequence {name!r}: its blocks are gone")
                 continue
-            index.add_sequence(
+            holding.add_sequence(
                 connection,
                 name=name,
                 namespace_id=namespace[0],
@@ -405,18 +423,41 @@ def _remove_index(path: Path) -> None:
 
 
 def _swap(fs: FileSystem, root: Path, new: Path, environment: Environment) -> Path | None:
-    """Give the new index its name; the old one, with its WAL, is set aside."""
+    """Give the new index its name; the old one stays under another, and older ones go."""
     current = root / driver.INDEX_NAME
     aside: Path | None = None
+    earlier = list(root.glob(f"{SET_ASIDE}.*"))
     if current.exists():
-        aside = root / f"index.set-aside.{environment.now_us()}"
-        for suffix in ("-wal", "-shm"):
+        _absorb_wal(current)
+        aside = root / f"{SET_ASIDE}.{environment.now_us()}"
+        _second_name(current, aside)
+        for suffix in ("-wal", "-shm"):  # only of an index that SQLite could not open
             file = current.with_name(current.name + suffix)
             if file.exists():
-                fs.rename(file, aside.with_name(aside.name + suffix))
-        fs.rename(current, aside)
+                _second_name(file, aside.with_name(aside.name + suffix))
+                fs.unlink(file)
     else:
         _remove_index(current)  # a WAL without its file would be replayed into the new one
     fs.rename(new, current)
     fs.sync_directory(root)
+    for file in earlier:
+        fs.unlink(file)
     return aside
+
+
+def _absorb_wal(path: Path) -> None:
+    """Move an index's WAL into it, if SQLite can still open it: else a crash before the rename
+    would leave it without its newest commits."""
+    with contextlib.suppress(KvdbError, driver.sqlite3.Error):
+        connection = driver.connect(path)
+        try:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        finally:
+            connection.close()
+
+
+def _second_name(path: Path, name: Path) -> None:
+    try:
+        name.hardlink_to(path)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(path, name)

@@ -7,17 +7,19 @@ may lose) or recomputes derived numbers; running it again changes nothing.
 
 from __future__ import annotations
 
+import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvdb import index
+from kvdb import holding, index
 from kvdb.driver import Connection
 from kvdb.errors import IntegrityError
 from kvdb.identity import block_hash, decode_extra, encode_extra
 from kvdb.layout import Layout
+from kvdb.locks import is_dead
 from kvdb.reader import Damaged, Location
 from kvdb.shards import read_shard_content, shard_path
 
@@ -27,13 +29,17 @@ if TYPE_CHECKING:
 # A file without a row may belong to a process that is about to write the row's state.
 ORPHAN_GRACE_SECONDS = 3600.0
 BATCH = 500
+LEFTOVERS = ("tmp/*", "shards/??/*", "processes/*.lock", "index.rebuilding*", "index.backup.new*")
 
-REFS = """
-SELECT b.id, b.refs,
-    (SELECT count(*) FROM blocks AS c WHERE c.parent_id = b.id AND (c.state = 'live' OR c.refs > 0))
-    + (SELECT count(*) FROM sequences AS s WHERE s.tip_id = b.id) AS derived
-FROM blocks AS b WHERE b.id > ? ORDER BY b.id LIMIT ?
-"""
+DERIVED_REFS = (
+    "(SELECT count(*) FROM blocks AS c WHERE c.parent_id = b.id AND (c.state = 'live' OR "
+    "c.refs > 0)) + (SELECT count(*) FROM sequences AS s WHERE s.tip_id = b.id)"
+)
+# Children mostly have higher ids than their parents, so one pass downwards settles most.
+REFS = (
+    f"SELECT b.id, b.refs, {DERIVED_REFS} FROM blocks AS b "  # noqa: S608 - a constant of ours
+    "WHERE b.id < ? ORDER BY b.id DESC LIMIT ?"
+)
 SHARD_TOTALS = (
     "SELECT s.id, s.uuid, s.live_parts, s.live_bytes, count(p.part), coalesce(sum(p.nbytes), 0) "
     "FROM shards AS s LEFT JOIN parts AS p ON p.shard_id = s.id GROUP BY s.id "
@@ -49,7 +55,7 @@ SELECT n.id, n.live_blocks, n.live_tokens, n.live_bytes,
 FROM namespaces AS n
 """
 COUNTER_TOTALS = """
-SELECT 'shard_bytes', coalesce(sum(nbytes), 0) FROM shards
+SELECT 'shard_bytes' AS name, coalesce(sum(nbytes), 0) AS value FROM shards
 UNION ALL SELECT 'live_cold', count(*) FROM blocks WHERE state = 'live' AND queue = 'cold'
 UNION ALL SELECT 'live_hot', count(*) FROM blocks WHERE state = 'live' AND queue = 'hot'
 UNION ALL SELECT 'evicted_cold', count(*) FROM blocks WHERE state = 'evicted' AND queue = 'cold'
@@ -72,12 +78,25 @@ WITH RECURSIVE tree (id, depth) AS (
 )
 SELECT id FROM tree ORDER BY depth
 """
-SET_REFS = "UPDATE blocks SET refs = ? WHERE id = ?"
-SET_SHARD = "UPDATE shards SET live_parts = ?, live_bytes = ? WHERE id = ?"
-SET_NAMESPACE = (
-    "UPDATE namespaces SET live_blocks = ?, live_tokens = ?, live_bytes = ? WHERE id = ?"
+# Repairs count anew inside their own transaction: what was seen before may have changed.
+SET_REFS = f"UPDATE blocks AS b SET refs = {DERIVED_REFS} WHERE b.id = ?"  # noqa: S608
+SET_SHARD = (
+    "UPDATE shards AS s SET live_parts = (SELECT count(*) FROM parts WHERE shard_id = s.id), "
+    "live_bytes = (SELECT coalesce(sum(nbytes), 0) FROM parts WHERE shard_id = s.id) "
+    "WHERE s.id = ?"
 )
-SET_COUNTER = "UPDATE counters SET value = ? WHERE name = ?"
+SET_NAMESPACE = (
+    "UPDATE namespaces AS n SET "
+    "live_blocks = (SELECT count(*) FROM blocks WHERE namespace_id = n.id AND state = 'live'), "
+    "live_tokens = (SELECT coalesce(sum(token_count), 0) FROM blocks "
+    "WHERE namespace_id = n.id AND state = 'live'), "
+    "live_bytes = (SELECT coalesce(sum(p.nbytes), 0) FROM shards AS s "
+    "JOIN parts AS p ON p.shard_id = s.id WHERE s.namespace_id = n.id) WHERE n.id = ?"
+)
+SET_COUNTER = (
+    f"INSERT INTO counters (name, value) SELECT name, value FROM ({COUNTER_TOTALS}) "  # noqa: S608
+    "WHERE name = ? ON CONFLICT (name) DO UPDATE SET value = excluded.value"
+)
 HELD = """
 SELECT b.id, b.hash, coalesce(p.hash, zeroblob(32)), n.fingerprint, n.layout, b.state,
     b.token_count, t.tokens, t.extra
@@ -134,9 +153,9 @@ def verify_store(
         store.require_retention()
     run = _Verification(store, repair)
     run.check_sqlite()
+    run.check_refs()
     run.check_blocks()
     run.check_shards(data, sample, progress)
-    run.check_refs()
     run.check_totals()
     run.check_orphans()
     return run.report
@@ -252,16 +271,23 @@ class _Verification:
             (parent_id,) = connection.execute(
                 "SELECT parent_id FROM blocks WHERE id = ?", (block_id,)
             ).fetchone()
+            emptied: list[int] = []
             for id_ in reversed(ids):  # children before parents
                 holders = connection.execute(
                     "SELECT id FROM sequences WHERE tip_id = ?", (id_,)
                 ).fetchall()
                 for (sequence_id,) in holders:
-                    connection.execute(index.MOVE_SEQUENCE, (parent_id, sequence_id))
+                    connection.execute(holding.MOVE_SEQUENCE, (parent_id, sequence_id))
                     if parent_id is not None:
                         index.add_hold(connection, parent_id)
                     index.drop_hold(connection, id_)
-                index.evict_block(connection, id_, now=now, reason="damaged", detail=detail)
+                _, shards = index.evict_block(
+                    connection, id_, now=now, reason="damaged", detail=detail
+                )
+                emptied += shards
+            dead = index.kill_if_empty(connection, emptied)
+        if dead:
+            self._store.require_retention().sweep_dead()
         return len(ids)
 
     # -- shards ------------------------------------------------------------------------------
@@ -287,38 +313,37 @@ class _Verification:
         if progress is not None:
             progress(len(shards), len(shards))
 
-    def _shard_fault(self, uuid: str, nbytes: int) -> str | None:
-        path = shard_path(self._store.path, uuid)
+    def _shard_fault(self, uuid: str, nbytes: int) -> Damaged | None:
         try:
-            content = read_shard_content(path)
+            content = read_shard_content(shard_path(self._store.path, uuid))
         except OSError as error:
-            return f"cannot be opened: {error.strerror}"
+            return Damaged.by(error)
         except IntegrityError as error:
-            return f"header: {error}"
+            return Damaged(f"header: {error}")
         if content.nbytes != nbytes:
-            return f"has {content.nbytes} bytes instead of {nbytes}"
+            return Damaged(f"shard has {content.nbytes} bytes instead of {nbytes}")
         return None
 
-    def _check_part(self, location: Location, nbytes: int, fault: str | None, data: bool) -> None:
-        detail = None
-        if fault is not None and not data:
-            detail = fault
-        elif location.offset + location.nbytes > nbytes:
-            detail = "part reaches beyond its shard"
-        elif data or fault is not None:
+    def _check_part(
+        self, location: Location, nbytes: int, fault: Damaged | None, data: bool
+    ) -> None:
+        found = fault if not data else None
+        if location.offset + location.nbytes > nbytes:
+            found = Damaged("part reaches beyond its shard")
+        elif data:
             try:
                 self._store.reader.read_fresh(location)
                 self.report.checked_bytes += location.nbytes
             except Damaged as damage:
-                detail = str(damage)
-        if detail is None:
+                found = damage
+        if found is None:
             return
         where = f"part {location.part} of block {location.hash.hex()[:16]}"
-        if self._repair:
-            if self._store.report_damage(location, detail) is None:
-                self._found("damaged", where, detail, True)
-        elif self._still_there(location):
-            self._found("damaged", where, detail, False)
+        if self._repair and self._store.report_damage(location, found) is not None:
+            return  # it moved meanwhile, and is checked where it lies now
+        still = self._still_there(location)
+        if still or self._repair:
+            self._found(found.reason, where, str(found), self._repair and not still)
 
     def _still_there(self, location: Location) -> bool:
         with self._database.read() as connection:
@@ -330,80 +355,70 @@ class _Verification:
     # -- derived numbers ---------------------------------------------------------------------
 
     def check_refs(self) -> None:
-        """refs = held children + sequences whose tip it is."""
-        last = 0
+        """refs = held children + sequences whose tip it is; a repair goes on until it is stable."""
+        while self._refs_pass() and self._repair:
+            pass
+
+    def _refs_pass(self) -> bool:
+        found, last = False, 1 << 62
         while True:
             with self._database.read() as connection:
                 rows = connection.execute(REFS, (last, BATCH)).fetchall()
             if not rows:
-                return
+                return found
             for block_id, refs, derived in rows:
                 if refs != derived:
-                    self._found(
-                        "refs",
-                        f"block {block_id}",
-                        f"{refs} instead of {derived}",
-                        self._set(SET_REFS, derived, block_id),
-                    )
+                    found = True
+                    repaired = self._mend(SET_REFS, block_id)
+                    detail = f"{refs} instead of {derived}"
+                    self._found("refs", f"block {block_id}", detail, repaired)
             last = rows[-1][0]
 
     def check_totals(self) -> None:
+        """Kept totals of shards and namespaces, and counters, are those of the rows."""
         with self._database.read() as connection:
             shards = connection.execute(SHARD_TOTALS).fetchall()
-            namespaces = [
-                row
-                for row in connection.execute(NAMESPACE_TOTALS).fetchall()
-                if tuple(row[1:4]) != tuple(row[4:7])
-            ]
-            counters = index.counters(connection)
-            wrong = [
-                (name, value)
-                for name, value in connection.execute(COUNTER_TOTALS).fetchall()
-                if counters.get(name) != value
-            ]
+            namespaces = connection.execute(NAMESPACE_TOTALS).fetchall()
+            kept = dict(connection.execute(index.ALL_COUNTERS).fetchall())
+            counters = connection.execute(COUNTER_TOTALS).fetchall()
         for id_, uuid, _, _, parts, nbytes in shards:
-            self._found(
-                "totals",
-                f"shard {uuid}",
-                f"has {parts} parts of {nbytes} bytes",
-                self._set(SET_SHARD, parts, nbytes, id_),
-            )
-        for id_, *_, blocks, tokens, nbytes in namespaces:
-            self._found(
-                "totals",
-                f"namespace {id_}",
-                f"has {blocks} blocks of {nbytes} bytes",
-                self._set(SET_NAMESPACE, blocks, tokens, nbytes, id_),
-            )
-        for name, value in wrong:
-            self._found(
-                "totals",
-                f"counter {name}",
-                f"should be {value}",
-                self._set(SET_COUNTER, value, name),
-            )
+            detail = f"has {parts} parts of {nbytes} bytes"
+            self._found("totals", f"shard {uuid}", detail, self._mend(SET_SHARD, id_))
+        for id_, *totals in namespaces:
+            if totals[:3] != totals[3:]:
+                detail = f"has {totals[3]} blocks of {totals[5]} bytes"
+                self._found("totals", f"namespace {id_}", detail, self._mend(SET_NAMESPACE, id_))
+        for name, value in counters:
+            if kept.get(name) != value:
+                detail = f"should be {value}"
+                self._found("totals", f"counter {name}", detail, self._mend(SET_COUNTER, name))
 
-    def _set(self, sql: str, *values: object) -> bool:
+    def _mend(self, statement: str, key: object) -> bool:
         if not self._repair:
             return False
         with self._database.write() as connection:
-            connection.execute(sql, values)
+            connection.execute(statement, (key,))
         return True
 
     # -- files without rows ------------------------------------------------------------------
 
     def check_orphans(self) -> None:
-        """Files in ``shards/`` and ``tmp/`` that no row names, older than the grace period."""
+        """What crashes may leave that no row names, older than the grace period."""
         with self._database.read() as connection:
             known = {row[0] for row in connection.execute("SELECT uuid FROM shards")}
+            known |= {row[0] for row in connection.execute("SELECT uuid FROM processes")}
         now = time.time()
-        for path in _payload_files(self._store.path):
+        for path in _crash_leftovers(self._store.path):
             try:
-                status = path.stat()
+                status = path.stat(follow_symlinks=False)
             except FileNotFoundError:
+                continue
+            if stat.S_ISDIR(status.st_mode):
                 continue
             if path.stem in known or now - status.st_mtime < ORPHAN_GRACE_SECONDS:
                 continue
+            if path.suffix == ".lock" and not is_dead(path):
+                continue  # a process that is about to write its row
             if self._repair:
                 self._store.fs.unlink(path)
                 self.report.swept_files += 1
@@ -412,6 +427,8 @@ class _Verification:
             )
 
 
-def _payload_files(root: Path) -> Iterator[Path]:
-    yield from (root / "tmp").glob("*")
-    yield from (root / "shards").glob("??/*")
+def _crash_leftovers(root: Path) -> Iterator[Path]:
+    """Files that a crash may have left, if no row names them: payload, locks of processes that
+    died before their row was written, a half-built index (rebuild works alone), half a backup."""
+    for pattern in LEFTOVERS:
+        yield from root.glob(pattern)

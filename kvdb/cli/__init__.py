@@ -32,6 +32,7 @@ VERBS: Mapping[str, str] = {
     "query": "Ask the store in SQL.",
     "rebuild": "Make the index anew from the shards.",
     "sequences": "List, show, fork and drop named sequences.",
+    "simulate": "Replay a trace: what would hit at which size and policy.",
     "unpin": "Let a pinned block go.",
     "verify": "Check that the store is what it should be; repair it.",
 }

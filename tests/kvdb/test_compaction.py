@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import kvdb
-from kvdb import index
+from kvdb import holding
 from kvdb.codecs import CODECS
 from kvdb.store import Store
 from tests.support import (
@@ -48,11 +48,11 @@ def test_mostly_dead_shards_shrink_and_every_live_block_stays(path: Path) -> Non
             for seed in range(4, 60, 2):
                 rows = store.sql("SELECT id FROM sequences WHERE name = ?", [f"kept {seed}"]).rows
                 with store.database.write() as connection:
-                    index.drop_sequence(connection, rows[0][0])
-            store.evict(to_bytes=0)
+                    holding.drop_sequence(connection, rows[0][0])
             before = store_bytes(store.path)
-            report = store.compact()
-            assert report.freed_bytes == before - store_bytes(store.path) > before // 2
+            # An eviction that meets held blocks between dead ones asks for compaction itself.
+            store.evict(to_bytes=0)
+            assert store_bytes(store.path) < before // 2
             namespace = open_namespace(store, MIXED)
             for seed in (0, 2):
                 assert check_prefix(store, namespace, random_tokens(seed, 2 * BLOCK)) == 2 * BLOCK

@@ -96,7 +96,7 @@ def test_head_stays_before_tail_what_remains_of_half_a_chain_is_a_prefix(store: 
     tokens = random_tokens(3, 8 * BLOCK)
     for end in range(BLOCK, 9 * BLOCK, BLOCK):  # one shard a block
         put_all(store, namespace, tokens[:end])
-    report = store.evict(to_bytes=store.limit.used(store.database.reader()) - 3000)
+    report = store.evict(to_bytes=store.used_bytes() - 3000)
     assert 0 < report.blocks < 8
     match = store.match(namespace, tokens)
     assert match.holes == ()
@@ -109,7 +109,7 @@ def test_a_dry_run_says_what_the_real_run_then_does(store: Store) -> None:
     namespace = open_namespace(store)
     for seed in range(6):
         put_all(store, namespace, random_tokens(seed, 3 * BLOCK))
-    target = store.limit.used(store.database.reader()) - 4000
+    target = store.used_bytes() - 4000
     plan = store.evict(to_bytes=target, dry_run=True)
     assert store.info().live_blocks == 18
     real = store.evict(to_bytes=target)
@@ -141,7 +141,7 @@ def test_recency_survives_a_restart(path: Path) -> None:
         store.record(RequestRecord(1, namespace.id, 16, 16, 0, 0, 1, "full", touched=ids))
     with kvdb.open(path) as store:
         namespace = open_namespace(store)
-        store.evict(to_bytes=store.limit.used(store.database.reader()) - 10)
+        store.evict(to_bytes=store.used_bytes() - 10)
         assert check_prefix(store, namespace, old) == BLOCK
         assert check_prefix(store, namespace, new) == 0
 

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import kvdb
 from kvdb.check.rebuild import rebuild_store
+from kvdb.reader import Damaged
 from kvdb.sequences import Sequence
 from kvdb.store import Store
 from tests.support import (
@@ -93,7 +94,7 @@ class StoreMachine(RuleBasedStateMachine):
         if live:
             block = data.draw(st.sampled_from(live))
             location = self.store.locate([block.id])[block.id, "kv:0"]
-            assert self.store.report_damage(location, "made by the test") is None
+            assert self.store.report_damage(location, Damaged("made by the test")) is None
 
     @rule()
     def reopen(self) -> None:
@@ -154,7 +155,7 @@ def test_any_subset_of_a_chain_removed_the_rest_is_found_and_a_refill_restores_i
         for block in store.match(namespace, tokens).blocks:
             if block.index in gone:
                 location = store.locate([block.id])[block.id, "kv:0"]
-                store.report_damage(location, "made by the test")
+                store.report_damage(location, Damaged("made by the test"))
         match = store.match(namespace, tokens)
         assert set(match.holes) == gone
         assert match.complete
