@@ -31,8 +31,9 @@ class Ballast:
     def ensure(self) -> None:
         """Make it (again) where the disk has room to spare."""
         with contextlib.suppress(OSError):
-            if self._path.exists() or not self._limit.disk_allows(BALLAST_BYTES):
+            if self._whole() or not self._limit.disk_allows(BALLAST_BYTES):
                 return
+            self._fs.unlink(self._path)  # what a crash or a full disk left of one
             fd = self._fs.create(self._path)
             try:
                 os.posix_fallocate(fd, 0, BALLAST_BYTES)
@@ -40,6 +41,9 @@ class Ballast:
                 os.write(fd, bytes(BALLAST_BYTES))
             finally:
                 self._fs.close(fd)
+
+    def _whole(self) -> bool:
+        return self._path.exists() and self._path.stat().st_size >= BALLAST_BYTES
 
     def spend(self, action: Callable[[], T]) -> T:
         """See :func:`spend_ballast`."""

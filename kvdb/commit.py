@@ -92,12 +92,15 @@ class Committer:
         self._compactor = compactor
         self._reader = reader
         self._leftovers: list[_Shard] = []
+        self._pinned = False
 
     def commit(self, jobs: Sequence[PutJob], tasks: Sequence[Task]) -> None:
         """Store ``jobs`` and run ``tasks`` in the same transaction. Raises KvdbError or OSError
         when the index cannot be written; files that were begun are then removed."""
         self._abandon(self._leftovers)
         jobs, tasks = self._unless_pinned(jobs, tasks)
+        if not jobs and not tasks:
+            return
         shards = list(self._lay_out(self._stage(jobs)))
         try:
             self._reserve(shards, jobs)
@@ -130,14 +133,13 @@ class Committer:
         self, jobs: Sequence[PutJob], tasks: Sequence[Task]
     ) -> tuple[Sequence[PutJob], Sequence[Task]]:
         """While a reader from outside pins the WAL, history pauses first, then puts."""
-        pause = self._limit.wal_pause_bytes
-        if self._limit.wal_bytes() <= pause:
+        wal, pause = self._limit.wal_bytes(), self._limit.wal_pause_bytes
+        if wal <= pause or self._database.checkpoint(wait=False):
+            self._pinned = False
             return jobs, tasks
-        self._database.checkpoint()
-        wal = self._limit.wal_bytes()
-        if wal <= pause:
-            return jobs, tasks
-        log.warning("a reader from outside keeps the WAL at %d bytes: history pauses", wal)
+        if not self._pinned:
+            self._pinned = True
+            log.warning("a reader from outside keeps the WAL at %d bytes: history pauses", wal)
         if wal <= 2 * pause:
             return jobs, ()
         for job in jobs:
@@ -270,8 +272,8 @@ class Committer:
     def _compact_waste(self) -> int:
         try:
             return self._compactor.run(small=False).freed_bytes
-        except OSError as error:
-            log.warning("compaction failed: %s", error.strerror)
+        except (KvdbError, OSError) as error:
+            log.warning("compaction failed: %s", error)
             return 0
 
     def _publish(self, shards: Sequence[_Shard]) -> list[_Shard]:

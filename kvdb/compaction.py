@@ -17,6 +17,7 @@ from kvdb.clock import Environment
 from kvdb.damage import ReportDamage
 from kvdb.driver import Database
 from kvdb.durable import FileSystem, publish
+from kvdb.errors import disk_error
 from kvdb.identity import decode_extra
 from kvdb.limit import Limit
 from kvdb.reader import Damaged, Location, ShardReader
@@ -132,6 +133,11 @@ class Compactor:
             if progress is not None:
                 progress(report)
 
+    def rewrite(self, shard_id: int) -> bool:
+        """Copy the live parts of a shard into a new one, which is described from the index. False
+        when there is no room."""
+        return self._compact((shard_id,), CompactionReport())
+
     def _choose(self, small: bool) -> tuple[int, ...]:
         """Shards of one namespace whose live parts fit into one new shard."""
         with self._database.read() as connection:
@@ -187,10 +193,10 @@ class Compactor:
         root = self._limit.root
         try:
             publish(self._fs, temp_path(root, uuid), shard_path(root, uuid), buffers)
-        except OSError:
+        except OSError as error:
             with self._database.write() as connection:
                 connection.execute(index.DELETE_WRITING, (shard_id,))
-            raise
+            raise disk_error(root, error) from error
         part_bytes = sum(part.nbytes for block in placed for part in block.parts)
         with self._database.write(durable=True) as connection:
             connection.execute(index.PUBLISH_SHARD, (nbytes, part_bytes, shard_id))

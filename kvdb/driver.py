@@ -43,6 +43,8 @@ INDEX_NAME = "index.sqlite"
 SQLITE_VERSION: str = sqlite3.sqlite_version
 BUSY_TIMEOUT_SECONDS = 10.0
 IDLE_READERS = 8
+# What a WAL that grew beyond it is cut to when it starts anew.
+WAL_SIZE_LIMIT = 4 << 20
 
 
 def has_wal_reset_bug(version: str = SQLITE_VERSION) -> bool:
@@ -240,14 +242,17 @@ class Database:
         connection.execute(f"PRAGMA checkpoint_fullfsync = {int(full)}")
         connection.execute("PRAGMA cache_size = -16000")
         connection.execute("PRAGMA temp_store = MEMORY")
-        connection.execute(f"PRAGMA journal_size_limit = {64 << 20}")
+        connection.execute(f"PRAGMA journal_size_limit = {WAL_SIZE_LIMIT}")
         # Commits happen under writer.lock, so automatic checkpoints do too. On a library with the
         # WAL-reset bug even that is left to maintenance.
         connection.execute(f"PRAGMA wal_autocheckpoint = {0 if has_wal_reset_bug() else 1000}")
 
     def migrate(self) -> list[str]:
         """Apply pending migrations (see :func:`apply_migrations`)."""
-        return apply_migrations(self._require_writer()[0])
+        try:
+            return apply_migrations(self._require_writer()[0])
+        except sqlite3.Error as error:
+            raise translate(error, self.path) from error
 
     def _open_reader(self) -> Connection:
         if not self.read_only:
@@ -364,11 +369,21 @@ class Database:
             raise StoreClosed("This store object is closed.")
         return self._writer, self._writer_lock
 
-    def checkpoint(self) -> None:
-        """Move the WAL into the file and cut it, if no reader is in the way."""
-        if self._writer is not None and self._writer_lock is not None:
-            with self._writer_lock.hold():
-                self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    def checkpoint(self, *, wait: bool = True) -> bool:
+        """Move the WAL into the file; True when all of it went, so that it starts anew.
+
+        With ``wait`` it also waits for readers and cuts the WAL to nothing.
+        """
+        connection, writer_lock = self._require_writer()
+        mode = "TRUNCATE" if wait else "PASSIVE"
+        with writer_lock.hold():
+            try:
+                busy, frames, moved = connection.execute(
+                    f"PRAGMA wal_checkpoint({mode})"
+                ).fetchone()
+            except sqlite3.Error as error:
+                raise translate(error, self.path) from error
+        return not busy and frames == moved
 
     def backup_to(self, target: Path) -> None:
         """A consistent copy of the index at ``target``, through SQLite's backup interface."""

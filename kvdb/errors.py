@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
+
 
 class KvdbError(Exception):
     """Base of every error that kvdb raises on purpose."""
@@ -57,6 +60,13 @@ class StoreClosed(KvdbError):
 
 class OutOfSpace(KvdbError):
     """The disk or the store's own limit leaves no room."""
+
+
+def disk_error(root: Path, error: OSError) -> KvdbError:
+    """The typed error for what the file system refused at the store in ``root``."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return OutOfSpace(f"The disk under {root} is full; free some space.")
+    return StoreUnavailable(f"The store at {root} cannot be used: {error.strerror or error}.")
 
 
 class QuotaExceeded(KvdbError):

@@ -21,7 +21,10 @@ from kvdb.shards import NamespaceRecord
 
 MAX_SIBLINGS = 64
 
-NEXT_TICK = "UPDATE counters SET value = value + 1 WHERE name = 'tick' RETURNING value"
+NEXT_TICK = (
+    "INSERT INTO counters (name, value) VALUES ('tick', 1) "
+    "ON CONFLICT (name) DO UPDATE SET value = value + 1 RETURNING value"
+)
 BUMP_COUNTER = (
     "INSERT INTO counters (name, value) VALUES (?1, ?2) "
     "ON CONFLICT (name) DO UPDATE SET value = value + excluded.value"

@@ -23,12 +23,13 @@ from kvdb.durable import FileSystem
 from kvdb.errors import (
     IntegrityError,
     NotAStore,
+    OutOfSpace,
     StoreLocked,
     StoreMissing,
     StoreUnavailable,
     UsageError,
 )
-from kvdb.limit import Limit, default_max_bytes, default_min_free_bytes
+from kvdb.limit import MIN_MAX_BYTES, Limit, default_max_bytes, default_min_free_bytes, volume_bytes
 from kvdb.locks import FileLock, WriterLock
 from kvdb.reader import ShardReader
 from kvdb.retention import Retention
@@ -38,6 +39,7 @@ from kvdb.writer import Writer
 FOLDERS = ("shards", "tmp", "processes")
 DEFAULT_SETTINGS = {"history_requests": "100000", "history_evictions": "100000"}
 DEFAULT_QUEUE_BYTES = 256 << 20
+OUR_NAMES = (*FOLDERS, "store.lock", "writer.lock", "ballast")
 LOCK_WAIT_SECONDS = 10.0
 NO_INDEX = "The index of {} is missing or empty but its shards are there; run kvdb rebuild."
 
@@ -91,15 +93,16 @@ def open_store(
 
 @contextmanager
 def usable(root: Path) -> Iterator[None]:
-    """Turn what the file system refuses into StoreUnavailable."""
+    """Turn what the file system refuses into StoreUnavailable, and what is no path into
+    UsageError."""
+    if "\0" in str(root):
+        raise UsageError(f"{str(root)!r} is no path.")
     try:
         yield
     except OSError as error:
         raise StoreUnavailable(
             f"The store at {root} cannot be used: {error.strerror or error}."
         ) from error
-    except ValueError as error:
-        raise UsageError(f"{str(root)!r} is no path: {error}.") from error
 
 
 def _open_writable(
@@ -214,12 +217,23 @@ def _prepare_folder(fs: FileSystem, root: Path, create: bool) -> None:
     if not known:
         if not create:
             raise StoreMissing(f"There is no kvdb store at {root}.")
-        if root.is_dir() and any(root.iterdir()):
+        if root.is_dir() and any(not _is_ours(entry.name) for entry in root.iterdir()):
             raise NotAStore(f"{root} is a folder with other files in it, not a kvdb store.")
+        volume = volume_bytes(next(folder for folder in (root, *root.parents) if folder.is_dir()))
+        if volume[0] < MIN_MAX_BYTES:
+            raise OutOfSpace(
+                f"The volume of {root} has {volume[0] >> 20} MiB; a store needs one of at least "
+                f"{MIN_MAX_BYTES >> 20} MiB."
+            )
     # Durably, with every folder above that is new: a store whose own name is lost is all lost.
     for folder in (*reversed(root.parents), root, *(root / name for name in FOLDERS)):
         if not folder.is_dir():
             fs.make_directory(folder)
+
+
+def _is_ours(name: str) -> bool:
+    """True for names that racing first openers make."""
+    return name in OUR_NAMES or name.startswith(("index.", "processes"))
 
 
 def share_store(root: Path, *, create: bool = True) -> FileLock:

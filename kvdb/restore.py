@@ -39,6 +39,7 @@ def read_match(
     if blocks is not None and any(not 0 <= i < len(match.blocks) for i in blocks):
         raise UsageError(f"The match has {len(match.blocks)} blocks; there are no others to read.")
     chosen = [match.blocks[i] for i in (range(len(match.blocks)) if blocks is None else blocks)]
+    store.reader.sweep()
     wanted = [block.id for block in chosen if block.live]
     tail = match.shared if shared else None
     end = max((block.end for block in chosen), default=0)

@@ -342,6 +342,8 @@ def _blocks(
         if raw_nbytes != spec.nbytes(document["blocks"][index]["tokens"]):
             raise IntegrityError(f"Part {name!r} declares {raw_nbytes} bytes, not its layout's.")
         checksum = bytes.fromhex(checksum)
+        if not str(codec).isascii():
+            raise IntegrityError(f"Part {name!r} names a codec that there cannot be.")
         if len(checksum) != CHECKSUM_BYTES:
             raise IntegrityError(f"Part {name!r} has a checksum of {len(checksum)} bytes.")
         parts.setdefault(index, []).append(
@@ -361,7 +363,7 @@ def _blocks(
         if (
             record["origin"] not in ORIGINS
             or not 0 <= record["depth"] < MAX_DEPTH
-            or not isinstance(record["build"], str | None)
+            or not (record["build"] is None or str.isascii(record["build"]))
             or (record["depth"] == 0) != (parent == ROOT_PARENT)
         ):
             raise IntegrityError("A block's description has impossible values.")

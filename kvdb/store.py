@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -55,6 +56,8 @@ from kvdb.sandbox import SqlResult, run_sql
 from kvdb.sequences import Lease, Sequence, create_sequence, find_sequence
 from kvdb.shards import ORIGINS, NamespaceRecord
 from kvdb.writer import Payload, PutJob, Ticket, Writer, check_payloads
+
+log = logging.getLogger("kvdb.store")
 
 TokenIds = Items[int] | npt.NDArray[np.integer]
 
@@ -122,6 +125,8 @@ class Store:
                 self._refresh_backup()
             if self._process_id is not None and self._process_lock is not None:
                 recovery.deregister(self.database, self._process_lock, self._process_id)
+        except (OSError, KvdbError) as error:
+            log.warning("the next opener releases what this process held: %s", error)
         finally:
             self._release()
 
@@ -179,17 +184,27 @@ class Store:
         """
         fingerprint = namespace_fingerprint(identity, layout, block_tokens, salt, build)
         record = NamespaceRecord(fingerprint, model, identity, layout, block_tokens, salt, build)
+        id_: int | None
         if self.read_only:
-            with self.database.read() as connection:
-                row = connection.execute(index.FIND_NAMESPACE, (fingerprint,)).fetchone()
-            if row is None:
+            id_ = self._find_namespace(fingerprint)
+            if id_ is None:
                 raise StoreMissing("The store holds nothing of this model and layout.")
-            id_ = int(row[0])
         else:
-            with self.database.write() as connection:
-                id_ = index.ensure_namespace(connection, record, self.environment.now_us())
+            try:
+                with self.database.write() as connection:
+                    id_ = index.ensure_namespace(connection, record, self.environment.now_us())
+            except (StoreLocked, OutOfSpace, StoreUnavailable, StoreReadOnly):
+                # It cannot be written now: a key space that is there can still be read.
+                id_ = self._find_namespace(fingerprint)
+                if id_ is None:
+                    raise
         self._records[id_] = record
         return Namespace(id_, fingerprint, model, layout, block_tokens)
+
+    def _find_namespace(self, fingerprint: bytes) -> int | None:
+        with self.database.read() as connection:
+            row = connection.execute(index.FIND_NAMESPACE, (fingerprint,)).fetchone()
+        return None if row is None else int(row[0])
 
     def namespaces(self) -> list[Namespace]:
         """All namespaces of the store."""
@@ -275,7 +290,7 @@ class Store:
             return Lease(match, None)
         try:
             return self._hold(namespace, array, extra_keys, exact_build, share_tail, tenant)
-        except (StoreLocked, OutOfSpace, StoreUnavailable):
+        except (StoreLocked, OutOfSpace, StoreUnavailable, StoreReadOnly):
             # It cannot be written now: a match that nothing holds is still a match.
             match = self.match(
                 namespace,
@@ -500,6 +515,10 @@ class Store:
         if self._require_writer() and self._compactor is not None:
             return self._compactor.run(progress=progress)
         raise StoreReadOnly(f"The store at {self.path} is open for reading only.")
+
+    def rewrite_shard(self, shard_id: int) -> bool:
+        """See :meth:`kvdb.compaction.Compactor.rewrite`."""
+        return self._compactor is not None and self._compactor.rewrite(shard_id)
 
     def verify(
         self,

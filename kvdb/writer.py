@@ -294,6 +294,8 @@ def check_payloads(namespace: Namespace, tokens: int, payloads: Sequence[Payload
             spec = namespace.layout.by_name.get(name)
             if spec is None:
                 raise UsageError(f"The layout has no part {name!r}.")
+            if not isinstance(part, np.ndarray):
+                raise UsageError(f"Part {name!r} of block {payload.index} must be a numpy array.")
             flat = part.dtype == np.uint8 and part.ndim == 1 and part.flags.c_contiguous
             if not flat or part.nbytes != spec.nbytes(count):
                 raise UsageError(

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from kvdb.driver import Connection, Database
 from kvdb.durable import FileSystem
 from kvdb.errors import IntegrityError, KvdbError, NotAStore, StoreMissing, StoreTooNew
 from kvdb.identity import ROOT_PARENT, encode_extra
+from kvdb.limit import MIN_MAX_BYTES
 from kvdb.locks import WriterLock
 from kvdb.opening import DEFAULT_SETTINGS, FOLDERS, claim_store, usable
 from kvdb.shards import NamespaceRecord, ShardBlock, read_shard_content
@@ -296,6 +297,8 @@ def _add_parts(
 
 def _recover_rest(database: Database, root: Path, report: RebuildReport) -> None:
     """Sequences, history, settings and ticks from the old index, else from its backup."""
+    with database.read() as connection:
+        own_columns = {row[1] for row in connection.execute("PRAGMA table_info(requests)")}
     for name in (driver.INDEX_NAME, BACKUP_NAME):
         source = root / name
         if not source.exists():
@@ -306,7 +309,7 @@ def _recover_rest(database: Database, root: Path, report: RebuildReport) -> None
             continue
         try:
             driver.schema_state(old, source)
-            rest = _read_rest(old)
+            rest = _read_rest(old, own_columns)
         except StoreTooNew:
             raise
         except (KvdbError, driver.sqlite3.Error):
@@ -335,8 +338,10 @@ class _Rest:
 KEPT_COUNTERS = ("tick", "age_ratio", "cow_copies", "blocks_dropped", "blocks_too_large")
 
 
-def _read_rest(old: Connection) -> _Rest:
+def _read_rest(old: Connection, own_columns: set[str]) -> _Rest:
     columns = [row[1] for row in old.execute("PRAGMA table_info(requests)")]
+    if not set(columns) <= own_columns:
+        raise IntegrityError("The old index's history has columns that nobody made.")
     return _Rest(
         settings=old.execute("SELECT key, value FROM settings").fetchall(),
         counters=[
@@ -363,37 +368,65 @@ def _read_rest(old: Connection) -> _Rest:
     )
 
 
-def _set_settings(connection: Connection, settings: list[tuple[str, str]]) -> None:
-    connection.executemany(
+def _set_settings(connection: Connection, settings: list[tuple[str, str]]) -> int:
+    """Returns how many settings are of no use: those of a damaged index may be anything."""
+    usable = {key: value for key, value in settings if _usable_setting(key, value)}
+    return len(settings) - len(usable) + _each(
+        connection,
         "INSERT OR REPLACE INTO settings (key, value) VALUES (?, ?)",
-        list({**DEFAULT_SETTINGS, **dict(settings)}.items()),
+        {**DEFAULT_SETTINGS, **usable}.items(),
     )
 
 
+def _usable_setting(key: object, value: object) -> bool:
+    if key not in ("max_bytes", "min_free_bytes"):
+        return isinstance(key, str) and isinstance(value, str)
+    at_least = MIN_MAX_BYTES if key == "max_bytes" else 0
+    return isinstance(value, str) and value.isdecimal() and int(value) >= at_least
+
+
+def _each(connection: Connection, statement: str, rows: Iterable[Sequence[object]]) -> int:
+    """Run a statement once a row; returns how many rows the index refused."""
+    refused = 0
+    for row in rows:
+        try:
+            connection.execute(statement, row)
+        except driver.sqlite3.IntegrityError:
+            refused += 1
+    return refused
+
+
 def _write_rest(database: Database, rest: _Rest, report: RebuildReport) -> None:
+    refused = 0
     with database.write() as connection:
-        _set_settings(connection, rest.settings)
-        connection.executemany("UPDATE counters SET value = ?2 WHERE name = ?1", rest.counters)
+        refused += _set_settings(connection, rest.settings)
+        set_counter = "UPDATE counters SET value = ?2 WHERE name = ?1"
+        refused += _each(connection, set_counter, rest.counters)
         for name, tip, fingerprint, tenant, expires, created in rest.sequences:
             namespace = connection.execute(index.FIND_NAMESPACE, (fingerprint,)).fetchone()
             block = None if tip is None else index.find_block(connection, tip)
             if namespace is None or (tip is not None and block is None):
                 report.lost.append(f"sequence {name!r}: its blocks are gone")
                 continue
-            holding.add_sequence(
-                connection,
-                name=name,
-                namespace_id=namespace[0],
-                tip_id=None if block is None else block.id,
-                process_id=None,
-                tenant=tenant,
-                expires_at=expires,
-                now=created,
-            )
+            try:
+                holding.add_sequence(
+                    connection,
+                    name=name,
+                    namespace_id=namespace[0],
+                    tip_id=None if block is None else block.id,
+                    process_id=None,
+                    tenant=tenant,
+                    expires_at=expires,
+                    now=created,
+                )
+            except driver.sqlite3.IntegrityError as error:
+                report.lost.append(f"sequence {name!r}: {error}")
+                continue
             report.sequences += 1
     for start in range(0, len(rest.access), BLOCKS_PER_TRANSACTION):
         with database.write() as connection:
-            connection.executemany(
+            refused += _each(
+                connection,
                 "UPDATE blocks SET queue = ?2, last_access = ?3, prev_access = ?4, hits = ?5, "
                 "created_at = ?6 WHERE hash = ?1",
                 rest.access[start : start + BLOCKS_PER_TRANSACTION],
@@ -414,7 +447,9 @@ def _write_rest(database: Database, rest: _Rest, report: RebuildReport) -> None:
                 for column, hash_ in (("deepest_block_id", deepest), ("tip_id", tip)):
                     block = index.find_block(connection, hash_) if hash_ is not None else None
                     values[positions[column]] = None if block is None else block.id
-                connection.execute(insert, values)
+                refused += _each(connection, insert, [values])
+    if refused:
+        report.lost.append(f"{refused} rows of the old index that are damaged")
 
 
 def _remove_index(path: Path) -> None:

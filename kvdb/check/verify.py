@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvdb import holding, index
 from kvdb.driver import Connection
-from kvdb.errors import IntegrityError
+from kvdb.errors import IntegrityError, disk_error
 from kvdb.identity import block_hash, decode_extra, encode_extra
 from kvdb.layout import Layout
 from kvdb.locks import is_dead
@@ -157,7 +157,10 @@ def verify_store(
     run.check_blocks()
     run.check_shards(data, sample, progress)
     run.check_totals()
-    run.check_orphans()
+    try:
+        run.check_orphans()
+    except OSError as error:
+        raise disk_error(store.path, error) from error
     return run.report
 
 
@@ -307,9 +310,15 @@ class _Verification:
             self.report.checked_shards += 1
             with self._database.read() as connection:
                 rows = connection.execute(SHARD_PARTS, (shard_id,)).fetchall()
+            # A shard that describes itself wrongly may still hold its parts: they are read.
+            read = data or sample is not None or fault is not None
+            whole = 0
             for location in map(Location._make, rows):
                 self.report.checked_parts += 1
-                self._check_part(location, nbytes, fault, data or sample is not None)
+                whole += self._check_part(location, nbytes, read)
+            if fault is not None and whole:
+                repaired = self._repair and self._store.rewrite_shard(shard_id)
+                self._found("shard", uuid, str(fault), repaired)
         if progress is not None:
             progress(len(shards), len(shards))
 
@@ -324,26 +333,26 @@ class _Verification:
             return Damaged(f"shard has {content.nbytes} bytes instead of {nbytes}")
         return None
 
-    def _check_part(
-        self, location: Location, nbytes: int, fault: Damaged | None, data: bool
-    ) -> None:
-        found = fault if not data else None
+    def _check_part(self, location: Location, nbytes: int, read: bool) -> bool:
+        """True when nothing is wrong with a part."""
+        found: Damaged | None = None
         if location.offset + location.nbytes > nbytes:
             found = Damaged("part reaches beyond its shard")
-        elif data:
+        elif read:
             try:
                 self._store.reader.read_fresh(location)
                 self.report.checked_bytes += location.nbytes
             except Damaged as damage:
                 found = damage
         if found is None:
-            return
+            return True
         where = f"part {location.part} of block {location.hash.hex()[:16]}"
         if self._repair and self._store.report_damage(location, found) is not None:
-            return  # it moved meanwhile, and is checked where it lies now
+            return False  # it moved meanwhile, and is checked where it lies now
         still = self._still_there(location)
         if still or self._repair:
             self._found(found.reason, where, str(found), self._repair and not still)
+        return False
 
     def _still_there(self, location: Location) -> bool:
         with self._database.read() as connection:

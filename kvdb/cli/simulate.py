@@ -72,16 +72,16 @@ def simulate(
     )
     with progress("Replaying", lambda requests: f"{requests:,} requests") as report:
         results = replay(trace, capacities, policies, report)
-    if plot_path is not None:
-        draw(results, plot_path, name)
     if as_json:
         write_json([dataclasses.asdict(result) for result in results])
-        return
-    rows = [
-        [name, *(round(100 * result.hit_ratio, 1) for result in results if result.policy == name)]
-        for name in policies
-    ]
-    click.echo(table(["hit %", *(capacity.text for capacity in capacities)], rows))
+    else:
+        rows = [
+            [of, *(round(100 * result.hit_ratio, 1) for result in results if result.policy == of)]
+            for of in policies
+        ]
+        click.echo(table(["hit %", *(capacity.text for capacity in capacities)], rows))
+    if plot_path is not None:
+        draw(results, plot_path, name)
 
 
 def _trace(path: Path | None) -> tuple[Trace, str]:
