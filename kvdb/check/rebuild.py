@@ -371,11 +371,9 @@ def _read_rest(old: Connection, own_columns: set[str]) -> _Rest:
 def _set_settings(connection: Connection, settings: list[tuple[str, str]]) -> int:
     """Returns how many settings are of no use: those of a damaged index may be anything."""
     usable = {key: value for key, value in settings if _usable_setting(key, value)}
-    return len(settings) - len(usable) + _each(
-        connection,
-        "INSERT OR REPLACE INTO settings (key, value) VALUES (?, ?)",
-        {**DEFAULT_SETTINGS, **usable}.items(),
-    )
+    insert = "INSERT OR REPLACE INTO settings (key, value) VALUES (?, ?)"
+    refused = _each(connection, insert, {**DEFAULT_SETTINGS, **usable}.items())
+    return refused + len(settings) - len(usable)
 
 
 def _usable_setting(key: object, value: object) -> bool:
