@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvdb import holding, index, retention
+from kvdb import holding, index, quotas, retention
 from kvdb.clock import Environment
 from kvdb.codecs import Codec
 from kvdb.compaction import Compactor
@@ -238,6 +238,16 @@ class Committer:
     def _reserve_one(self, shard: _Shard, jobs: Sequence[PutJob]) -> str | None:
         if not self._limit.disk_allows(shard.nbytes):
             return "disk_full"
+        with self._database.read() as connection:
+            over = quotas.excess(connection, shard.namespace_id, shard.part_bytes)
+            protect = _ancestors(connection, jobs)
+        if over is not None:
+            nbytes, namespaces = over
+            report = self._retention.free(
+                nbytes, reason="quota", protect=protect, namespaces=namespaces, live=True
+            )
+            if report.nbytes < nbytes:
+                return "quota"
         while True:
             with self._database.write() as connection:
                 excess = self._limit.used(connection) + shard.nbytes - self._limit.max_bytes

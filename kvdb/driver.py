@@ -249,10 +249,15 @@ class Database:
 
     def migrate(self) -> list[str]:
         """Apply pending migrations (see :func:`apply_migrations`)."""
+        connection = self._require_writer()[0]
         try:
-            return apply_migrations(self._require_writer()[0])
+            # Durable before the first shard is: else a power cut can leave shards without a schema.
+            connection.execute("PRAGMA synchronous = FULL")
+            applied = apply_migrations(connection)
+            self._configure(connection)
         except sqlite3.Error as error:
             raise translate(error, self.path) from error
+        return applied
 
     def _open_reader(self) -> Connection:
         if not self.read_only:

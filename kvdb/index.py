@@ -138,9 +138,9 @@ SUPERSEDE = "UPDATE blocks SET queue = 'cold', last_access = 0, prev_access = 0 
 FIND_NAMESPACE = "SELECT id FROM namespaces WHERE fingerprint = ?"
 INSERT_NAMESPACE = (
     "INSERT INTO namespaces (fingerprint, model, identity, layout, block_tokens, salt, build, "
-    "created_at, used_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING id"
+    "created_at, used_at, tenant) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING id"
 )
-USE_NAMESPACE = "UPDATE namespaces SET used_at = ?, model = ? WHERE id = ?"
+USE_NAMESPACE = "UPDATE namespaces SET used_at = ?, model = ?, tenant = ? WHERE id = ?"
 NAMESPACE_RECORD = (
     "SELECT fingerprint, model, identity, layout, block_tokens, salt, build FROM namespaces "
     "WHERE id = ?"
@@ -389,11 +389,13 @@ def kill_if_empty(connection: Connection, shard_ids: Iterable[int]) -> list[tupl
     return dead
 
 
-def ensure_namespace(connection: Connection, record: NamespaceRecord, now: int) -> int:
+def ensure_namespace(
+    connection: Connection, record: NamespaceRecord, now: int, tenant: str = ""
+) -> int:
     """The id of a namespace, inserted if it is new."""
     row = connection.execute(FIND_NAMESPACE, (record.fingerprint,)).fetchone()
     if row is not None:
-        connection.execute(USE_NAMESPACE, (now, record.model, row[0]))
+        connection.execute(USE_NAMESPACE, (now, record.model, tenant, row[0]))
         return int(row[0])
     return int(
         connection.execute(
@@ -408,6 +410,7 @@ def ensure_namespace(connection: Connection, record: NamespaceRecord, now: int) 
                 record.build,
                 now,
                 now,
+                tenant,
             ),
         ).fetchone()[0]
     )

@@ -13,6 +13,7 @@ Modha, FAST 2003), here with ages instead of sizes; resting at equal marginal hi
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -72,7 +73,8 @@ OLDEST = {
     ),
 }
 OLDEST_OF_NAMESPACE = (
-    "SELECT id, last_access FROM blocks WHERE refs = 0 AND state = 'live' AND namespace_id = ? "
+    "SELECT id, last_access FROM blocks WHERE refs = 0 AND state = 'live' "
+    "AND namespace_id IN (SELECT value FROM json_each(?)) "
     "ORDER BY queue = 'hot', last_access, depth DESC LIMIT ?"
 )
 SET_RATIO = "UPDATE counters SET value = ? WHERE name = 'age_ratio'"
@@ -123,19 +125,21 @@ def learn(connection: Connection, row: index.BlockRow, tick: int) -> None:
 
 
 def victims(
-    connection: Connection, protect: Collection[int] = (), namespace_id: int | None = None
+    connection: Connection,
+    protect: Collection[int] = (),
+    namespaces: Collection[int] | None = None,
 ) -> Iterable[int]:
     """Evictable blocks, least valuable first. The caller evicts each before it asks for the next,
     so a chain goes from its leaf to its root."""
     tick = index.counters(connection)["tick"]
     while True:
-        if namespace_id is None:
+        if namespaces is None:
             victim = _older(connection, "live", tick, protect)
             batch = [] if victim is None else [victim]
         else:
             # No index leads here: one scan serves a batch of leaves.
             rows = connection.execute(
-                OLDEST_OF_NAMESPACE, (namespace_id, VICTIM_BATCH + len(protect))
+                OLDEST_OF_NAMESPACE, (json.dumps(list(namespaces)), VICTIM_BATCH + len(protect))
             ).fetchall()
             batch = [id_ for id_, _ in rows if id_ not in protect]
         if not batch:
@@ -211,28 +215,32 @@ class Retention:
         *,
         reason: str = "limit",
         protect: Collection[int] = (),
-        namespace_id: int | None = None,
+        namespaces: Collection[int] | None = None,
         compact: Callable[[], int] | None = None,
+        live: bool = False,
         progress: Callable[[EvictionReport], None] | None = None,
     ) -> EvictionReport:
         """Evict least valuable blocks until ``nbytes`` are given back or nothing can go.
 
         Leaves go before their parents, so what remains are usable prefixes. ``protect`` are block
         ids that stay. Where held blocks keep shards alive between evicted ones, ``compact`` is
-        asked for their bytes before more blocks go. When nothing can go, what dead processes hold
+        asked for their bytes before more blocks go; with ``live`` it is the blocks' own bytes that
+        count, not the disk's. When nothing can go, what dead processes hold
         is released first. Works in short transactions; may be interrupted at any point.
         """
         report = EvictionReport()
         settled = False
         compacted_at = 0
-        while report.freed_bytes < nbytes:
+        while (report.nbytes if live else report.freed_bytes) < nbytes:
             if compact is not None and report.nbytes - compacted_at >= nbytes:
                 compacted_at = report.nbytes
                 report.freed_bytes += compact()
                 continue
-            missing = nbytes - report.freed_bytes
+            missing = nbytes - (report.nbytes if live else report.freed_bytes)
             batch, dead = self._ballast.spend(
-                lambda missing=missing: self._commit_batch(missing, reason, protect, namespace_id)  # type: ignore[misc]
+                lambda missing=missing: self._commit_batch(
+                    missing, reason, protect, namespaces, live
+                )  # type: ignore[misc]
             )
             if batch.blocks == 0:
                 if not settled and self._settle():
@@ -251,12 +259,17 @@ class Retention:
         return report
 
     def _commit_batch(
-        self, nbytes: int, reason: str, protect: Collection[int], namespace_id: int | None
+        self,
+        nbytes: int,
+        reason: str,
+        protect: Collection[int],
+        namespaces: Collection[int] | None,
+        live: bool,
     ) -> tuple[EvictionReport, list[tuple[int, str, int]]]:
         with self._database.write(durable=True) as connection:
-            return self._evict_batch(connection, nbytes, reason, protect, namespace_id)
+            return self._evict_batch(connection, nbytes, reason, protect, namespaces, live)
 
-    def plan(self, nbytes: int, *, namespace_id: int | None = None) -> EvictionReport:
+    def plan(self, nbytes: int, *, namespaces: Collection[int] | None = None) -> EvictionReport:
         """What :meth:`free` would do: it runs on a copy of the index in memory."""
         report = EvictionReport()
         copy = self._database.memory_copy()
@@ -264,7 +277,7 @@ class Retention:
             while report.freed_bytes < nbytes:
                 with immediate(copy):
                     batch, _ = self._evict_batch(
-                        copy, nbytes - report.freed_bytes, "manual", (), namespace_id
+                        copy, nbytes - report.freed_bytes, "manual", (), namespaces
                     )
                 if batch.blocks == 0:
                     break
@@ -279,13 +292,14 @@ class Retention:
         nbytes: int,
         reason: str,
         protect: Collection[int],
-        namespace_id: int | None,
+        namespaces: Collection[int] | None,
+        live: bool = False,
     ) -> tuple[EvictionReport, list[tuple[int, str, int]]]:
         now = self._environment.now_us()
         report = EvictionReport()
         dead: list[tuple[int, str, int]] = []
         holding.drop_expired(connection, now)
-        for block_id in victims(connection, protect, namespace_id):
+        for block_id in victims(connection, protect, namespaces):
             size, shards = index.evict_block(connection, block_id, now=now, reason=reason)
             report.blocks += 1
             report.nbytes += size
@@ -293,7 +307,8 @@ class Retention:
                 dead.append(shard)
                 report.freed_bytes += shard[2]
                 report.shards.append(shard[1])
-            if report.blocks >= VICTIM_BATCH or report.freed_bytes >= nbytes:
+            done = report.nbytes if live else report.freed_bytes
+            if report.blocks >= VICTIM_BATCH or done >= nbytes:
                 break
         forget(connection)
         trim_history(connection, self._limit.history_rows)

@@ -18,6 +18,7 @@ from kvdb.errors import IntegrityError, QuotaExceeded, StoreMissing, UsageError
 from kvdb.identity import Tokens, as_tokens
 from kvdb.layout import Layout
 from kvdb.match import Match, MatchedBlock, Namespace
+from kvdb.quotas import tenant_quota
 from kvdb.writer import Payload, PutResult
 
 if TYPE_CHECKING:
@@ -229,7 +230,8 @@ def create_sequence(
             if connection.execute(FIND_SEQUENCE, (name,)).fetchone():
                 raise UsageError(f"There is a sequence named {name!r} already.")
             (held,) = connection.execute(HELD_BYTES, (tenant, tip)).fetchone()
-            allowed = int(store.limit.max_bytes * HOLDABLE)
+            quota = tenant_quota(connection, tenant, store.limit.max_bytes)
+            allowed = int(quota * HOLDABLE)
             if held > allowed:
                 raise QuotaExceeded(
                     f"Named sequences would hold {held} bytes, more than the {allowed} they may; "

@@ -20,7 +20,7 @@ from kvdb.backup import MAX_AGE_SECONDS, refresh_backup
 from kvdb.builds import Build, find_or_add_build, set_verdict
 from kvdb.check.verify import VerifyReport, verify_store
 from kvdb.clock import Environment
-from kvdb.compaction import CompactionReport, Compactor
+from kvdb.compaction import Compactor
 from kvdb.damage import DamageDesk
 from kvdb.driver import Database
 from kvdb.durable import FileSystem
@@ -51,10 +51,11 @@ from kvdb.locks import FileLock, WriterLock
 from kvdb.match import Match, Namespace, PartRef, find_match
 from kvdb.reader import Damaged, Location, PartBuffers, ShardReader
 from kvdb.restore import ReadResult, read_match
-from kvdb.retention import EvictionReport, Retention
+from kvdb.retention import Retention
 from kvdb.sandbox import SqlResult, run_sql
 from kvdb.sequences import Lease, Sequence, create_sequence, find_sequence
 from kvdb.shards import ORIGINS, NamespaceRecord
+from kvdb.upkeep import Upkeep
 from kvdb.writer import Payload, PutJob, Ticket, Writer, check_payloads
 
 log = logging.getLogger("kvdb.store")
@@ -62,7 +63,7 @@ log = logging.getLogger("kvdb.store")
 TokenIds = Items[int] | npt.NDArray[np.integer]
 
 
-class Store:
+class Store(Upkeep):
     """An open store. Make one with :func:`kvdb.open`; safe to use from several threads.
 
     Everything it returns is a value; what is stored changes only through it. A store opened for
@@ -160,10 +161,8 @@ class Store:
             raise StoreReadOnly(f"The store at {self.path} is open for reading only.")
         return self._writer
 
-    def require_retention(self) -> Retention:
-        if self._require_writer() and self._retention is not None:
-            return self._retention
-        raise StoreReadOnly(f"The store at {self.path} is open for reading only.")
+    def require_writable(self) -> None:
+        self._require_writer()
 
     # -- namespaces and builds ---------------------------------------------------------------
 
@@ -176,10 +175,12 @@ class Store:
         block_tokens: int = DEFAULT_BLOCK_TOKENS,
         salt: bytes = b"",
         build: str | None = None,
+        tenant: str = "",
     ) -> Namespace:
         """The key space of a model with a cache layout; made when it is new.
 
-        ``model`` is a name for people and takes no part in identity. On a read-only store a new
+        ``model`` is a name for people and takes no part in identity; ``tenant`` is whose quota it
+        counts in. On a read-only store a new
         namespace raises StoreMissing. Raises UsageError for a bad ``block_tokens``.
         """
         fingerprint = namespace_fingerprint(identity, layout, block_tokens, salt, build)
@@ -192,7 +193,9 @@ class Store:
         else:
             try:
                 with self.database.write() as connection:
-                    id_ = index.ensure_namespace(connection, record, self.environment.now_us())
+                    id_ = index.ensure_namespace(
+                        connection, record, self.environment.now_us(), tenant
+                    )
             except (StoreLocked, OutOfSpace, StoreUnavailable, StoreReadOnly):
                 # It cannot be written now: a key space that is there can still be read.
                 id_ = self._find_namespace(fingerprint)
@@ -471,54 +474,6 @@ class Store:
 
     def info(self) -> StoreInfo:
         return collect_info(self)
-
-    # -- upkeep ------------------------------------------------------------------------------
-
-    def evict(
-        self,
-        *,
-        to_bytes: int | None = None,
-        namespace_id: int | None = None,
-        dry_run: bool = False,
-        progress: Callable[[EvictionReport], None] | None = None,
-    ) -> EvictionReport:
-        """Evict until the directory holds at most ``to_bytes`` (default: its limit)."""
-        target = self.limit.max_bytes if to_bytes is None else to_bytes
-        if target < 0:
-            raise UsageError("The size to evict to must not be negative.")
-        keep = self.require_retention()
-        excess = self.used_bytes() - target
-        if excess <= 0:
-            return EvictionReport()
-        if dry_run:
-            return keep.plan(excess, namespace_id=namespace_id)
-        return keep.free(
-            excess,
-            reason="manual",
-            namespace_id=namespace_id,
-            progress=progress,
-            compact=self._compact_waste,
-        )
-
-    def _compact_waste(self) -> int:
-        return 0 if self._compactor is None else self._compactor.run(small=False).freed_bytes
-
-    def used_bytes(self) -> int:
-        """What the directory holds, as the limit counts it."""
-        with self.database.read() as connection:
-            return self.limit.used(connection)
-
-    def compact(
-        self, *, progress: Callable[[CompactionReport], None] | None = None
-    ) -> CompactionReport:
-        """Give back the bytes of dead parts and join small shards; no block is lost."""
-        if self._require_writer() and self._compactor is not None:
-            return self._compactor.run(progress=progress)
-        raise StoreReadOnly(f"The store at {self.path} is open for reading only.")
-
-    def rewrite_shard(self, shard_id: int) -> bool:
-        """See :meth:`kvdb.compaction.Compactor.rewrite`."""
-        return self._compactor is not None and self._compactor.rewrite(shard_id)
 
     def verify(
         self,

@@ -21,6 +21,7 @@ CREATE TABLE namespaces (
     layout       TEXT NOT NULL CHECK (json_valid(layout)),
     block_tokens INTEGER NOT NULL,
     salt         BLOB NOT NULL,
+    tenant       TEXT NOT NULL DEFAULT '',
     build        TEXT,
     created_at   INTEGER NOT NULL,
     used_at      INTEGER NOT NULL,

@@ -7,6 +7,7 @@ old index if it still reads, else from ``index.backup``; what neither has is los
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -22,7 +23,14 @@ from kvdb.builds import find_or_add_build
 from kvdb.clock import Environment
 from kvdb.driver import Connection, Database
 from kvdb.durable import FileSystem
-from kvdb.errors import IntegrityError, KvdbError, NotAStore, StoreMissing, StoreTooNew
+from kvdb.errors import (
+    IntegrityError,
+    KvdbError,
+    NotAStore,
+    OutOfSpace,
+    StoreMissing,
+    StoreTooNew,
+)
 from kvdb.identity import ROOT_PARENT, encode_extra
 from kvdb.limit import MIN_MAX_BYTES
 from kvdb.locks import WriterLock
@@ -32,6 +40,8 @@ from kvdb.shards import NamespaceRecord, ShardBlock, read_shard_content
 NEW_INDEX = "index.rebuilding"
 SET_ASIDE = "index.set-aside"
 BLOCKS_PER_TRANSACTION = 500
+# What speaks against a shard itself, and not against this attempt to read it.
+FILE_ERRORS = (errno.EIO, errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO)
 UUID = re.compile("[0-9a-f]{32}")
 
 
@@ -129,6 +139,8 @@ def _scan(
         try:
             content = read_shard_content(file)
         except (IntegrityError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in FILE_ERRORS:
+                raise  # it may be sound: with descriptors, memory, permission it is read
             report.skipped.append(f"{file.name}: {error}")
             continue
         parts = [part.nbytes for block in content.blocks for part in block.parts]
@@ -304,7 +316,10 @@ def _recover_rest(database: Database, root: Path, report: RebuildReport) -> None
         if not source.exists():
             continue
         try:
-            old = driver.connect(source, read_only=True)
+            # Nobody writes the backup: opened as it is, SQLite puts no files beside it.
+            old = driver.connect(source, read_only=True, immutable=name == BACKUP_NAME)
+        except OutOfSpace:
+            raise  # the old index may be sound: with room it is read
         except (KvdbError, driver.sqlite3.Error):
             continue
         try:

@@ -208,3 +208,28 @@ def test_remembered_rows_number_at_most_twice_the_live_ones(store: Store, live: 
     assert info.live_blocks == live
     assert info.remembered_blocks <= 2 * max(live, 64)
     assert PLAIN.cuttable
+
+
+def test_one_tenant_floods_only_itself(store: Store) -> None:
+    identity = kvdb.ModelIdentity("w", "c")
+    mine, other = (
+        store.namespace(identity, PLAIN, block_tokens=BLOCK, salt=name.encode(), tenant=name)
+        for name in ("mine", "other")
+    )
+    kept = random_tokens(1, 3 * BLOCK)
+    put_all(store, mine, kept)
+    block = PLAIN.by_name["kv:0"].nbytes(BLOCK) + PLAIN.by_name["logits"].nbytes(BLOCK)
+    store.set_quota(10 * block, tenant="other")
+    for seed in range(40):
+        put_all(store, other, random_tokens(100 + seed, BLOCK))
+    used = {row[0]: row[1] for row in store.sql("SELECT tenant, live_bytes FROM namespaces").rows}
+    assert 5 * block < used["other"] <= 10 * block
+    assert check_prefix(store, mine, kept) == 3 * BLOCK
+    assert store.sql("SELECT DISTINCT reason FROM evictions").rows == [("quota",)]
+    store.set_quota(block // 2, namespace=mine)
+    tokens = random_tokens(2, BLOCK)
+    result = store.put(mine, tokens, payloads(mine, tokens)).wait(30)
+    assert (result.dropped, result.reason) == (1, "quota")
+    store.set_quota(None, namespace=mine)
+    put_all(store, mine, tokens)
+    assert store.verify(data=True).problems == []
