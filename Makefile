@@ -2,11 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test lint types wheel model unit clean
+.PHONY: help demo test torture lint types wheel model unit clean
 
 help:
 	@echo "make demo   the demo on a small real model (pulled on the first run)"
 	@echo "make test   everything that must hold before a change lands"
+	@echo "make torture  the long forms of the crash tests, resumable (KVDB_TORTURE_DIR)"
 	@echo "make clean  remove .venv and what tools left behind"
 
 demo: .venv/.installed
@@ -30,6 +31,9 @@ model: .venv/.dev
 
 unit: .venv/.dev
 	$(BIN)/pytest -q
+
+torture: .venv/.dev
+	$(BIN)/pytest -q -s -m torture tests/crash
 
 .venv/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -47,6 +47,8 @@ class StoreInfo:
     requests: int
     evictions: int
     processes: int
+    wal_bytes: int
+    wal_pause_bytes: int
     durability: str
     sqlite_version: str
     wal_reset_bug: bool
@@ -92,6 +94,8 @@ def collect_info(store: Store) -> StoreInfo:
             requests=number("SELECT count(*) FROM requests"),
             evictions=number("SELECT count(*) FROM evictions"),
             processes=number("SELECT count(*) FROM processes"),
+            wal_bytes=store.limit.wal_bytes(),
+            wal_pause_bytes=store.limit.wal_pause_bytes,
             durability=store.durability,
             sqlite_version=SQLITE_VERSION,
             wal_reset_bug=has_wal_reset_bug(),

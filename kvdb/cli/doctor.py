@@ -183,6 +183,14 @@ def _store(values: Settings) -> Iterator[Check]:
             f"{found.held_holes} held blocks have lost their bytes",
             "Nothing to do: they are computed again when they are needed.",
         )
+    if found.wal_bytes > found.wal_pause_bytes:
+        yield Check(
+            "wal",
+            "warn",
+            f"a reader keeps the index's log at {human_bytes(found.wal_bytes)}",
+            "End the program that holds a read transaction on index.sqlite: history, then puts, "
+            "pause until then.",
+        )
     yield from _disk(path, found.min_free_bytes)
 
 

@@ -16,6 +16,10 @@ from tests.crash.progress import Totals
 from tests.support import MIXED, PLAIN, check_prefix, open_namespace, random_tokens
 
 LAYOUTS: dict[str, Layout] = {"plain": PLAIN, "mixed": MIXED}
+KNOWN_FILES = {
+    *("index.sqlite", "index.backup", "index", "ballast", "store.lock", "writer.lock"),
+    *("shards", "tmp", "processes"),
+}
 Ack = tuple[str, int, int]  # layout, prompt (seed of its tokens), token count
 
 
@@ -107,17 +111,16 @@ def check_store(
         swept = info.counters["leftovers_swept"]
         totals.swept += max(0, swept - ledger.swept)
         ledger.swept = swept
-        totals.left_over += _age_strays(store)
-        report = store.verify(repair=True)
-        assert all(problem.kind == "orphan" for problem in report.problems), report.problems
-        totals.swept += report.swept_files
-        assert store.verify(data=True).problems == []
-        assert strays(store) == []
-    left = {entry.name for entry in path.iterdir()}
-    assert left <= {
-        *("index.sqlite", "shards", "tmp", "processes", "store.lock", "writer.lock"),
-        "index.backup",
-    } | {name for name in left if name.startswith("index.set-aside")}, left
+        left_over = _age_strays(store)
+        if left_over:
+            report = store.verify(repair=True)
+            assert {problem.kind for problem in report.problems} == {"orphan"}, report.problems
+            assert report.swept_files == left_over
+            assert strays(store) == []
+            totals.left_over += left_over
+            totals.swept += left_over
+    left = {entry.name.partition(".set-aside")[0] for entry in path.iterdir()}
+    assert left <= KNOWN_FILES, left - KNOWN_FILES
     return totals
 
 
@@ -125,7 +128,7 @@ def strays(store: Store) -> list[Path]:
     """Files in the store's folders that no row names."""
     known = {uuid for (uuid,) in store.sql("SELECT uuid FROM shards", limit=1 << 30).rows}
     known |= {uuid for (uuid,) in store.sql("SELECT uuid FROM processes", limit=1 << 30).rows}
-    patterns = ("tmp/*", "shards/??/*", "processes/*", "index.backup.new", "index.rebuilding*")
+    patterns = ("tmp/*", "shards/??/*", "processes/*", "index.backup.new*", "index.rebuilding*")
     files = [file for pattern in patterns for file in store.path.glob(pattern)]
     return [file for file in files if file.name.split(".")[0] not in known]
 

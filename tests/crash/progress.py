@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,8 @@ class Run:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             if self._file.exists():
                 saved = json.loads(self._file.read_text())
-                if saved["done"] < saved["goal"] == goal:
-                    self._done = saved["done"]
+                if saved["done"] < saved["goal"] and goal in (0, saved["goal"]):
+                    self._done, self.goal = saved["done"], saved["goal"]
                     self.totals = Totals(**saved["totals"])
                     self.state = saved["state"]
 
@@ -69,6 +69,14 @@ class Run:
     def fresh(self) -> bool:
         """True when nothing was done yet."""
         return self._done == 0
+
+    def plan(self, make: Callable[[], list[Any]]) -> list[Any]:
+        """What to do at each step (the goal is 0 at first). Made once and kept, since it need not
+        come out the same when the run goes on."""
+        if "plan" not in self.state:
+            self.state["plan"] = make()
+            self.goal = len(self.state["plan"])
+        return list(self.state["plan"])
 
     def steps(self) -> Iterator[int]:
         started = time.monotonic()

@@ -2,68 +2,59 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
-import sys
+import shutil
+import time
 from pathlib import Path
 
-import kvdb
-from tests.support import BLOCK, check_prefix, open_namespace, random_tokens
+import pytest
 
-CYCLES = int(os.environ.get("KVDB_KILLS", "12"))
+from tests.crash.oracle import Ledger, check_store
+from tests.crash.progress import Run, torture_folder
+from tests.crash.zygote import Worker, Zygote
 
-
-def run_until_killed(path: Path, seed: int, lines: int) -> list[str]:
-    """Run the worker, kill it after it printed ``lines`` lines; returns all it printed."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.crash.worker", str(path), str(seed)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert process.stdout is not None
-    printed = [process.stdout.readline() for _ in range(lines)]
-    process.send_signal(signal.SIGKILL)
-    printed += process.stdout.readlines()
-    process.wait()
-    return [line.strip() for line in printed if line.endswith("\n")]
+SHORT, LONG = 60, 2000
+# A worker lives this long at most: opening takes a tenth of it.
+LIFE_SECONDS = 0.25
 
 
-def test_torn_file_after_a_crash_is_never_seen(path: Path) -> None:
-    chance = random.Random(5)
-    acknowledged: set[tuple[int, int]] = set()
-    tried = lost = 0
-    for cycle in range(CYCLES):
-        printed = run_until_killed(path, cycle, chance.randrange(1, 60))
-        for line in printed:
-            word, *rest = line.split()
-            if word == "ack":
-                acknowledged.add((int(rest[0]), int(rest[1])))
-        with kvdb.open(path) as store:
-            namespace = open_namespace(store)
-            evicted = {
-                (bytes.fromhex(row[0]))
-                for row in store.sql(
-                    "SELECT lower(hex(block_hash)) FROM evictions", limit=1_000_000
-                ).rows
-            }
-            for prompt, blocks in sorted(acknowledged):
-                tried += 1
-                tokens = random_tokens(prompt, blocks * BLOCK)
-                match = store.match(namespace, tokens)
-                if match.hashes[-1] in evicted:
-                    acknowledged.discard((prompt, blocks))
-                elif check_prefix(store, namespace, tokens) < blocks * BLOCK:
-                    lost += 1
-            report = store.verify(data=True)
-            assert report.problems == []
-            assert store.info().leftovers == 0
-            assert list((path / "tmp").iterdir()) == []
-            assert store.sql("SELECT count(*) FROM evictions WHERE reason <> 'manual'").rows == [
-                (0,)
-            ]
-    assert acknowledged
-    assert (lost, tried > 0) == (0, True)
-    print(f"{CYCLES} kills, {tried} look-ups of acknowledged blocks, {lost} lost")
+def hear_until(worker: Worker, deadline: float) -> list[str]:
+    lines = []
+    while (left := deadline - time.monotonic()) > 0:
+        line = worker.line(left)
+        if line is not None:
+            lines.append(line)
+    return lines
+
+
+def kill_again_and_again(zygote: Zygote, path: Path, run: Run) -> None:
+    ledger = Ledger()
+    if run.fresh:
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        ledger.acks = {(layout, prompt, count) for layout, prompt, count in run.state["acks"]}
+        ledger.names = {name: tuple(ack) for name, ack in run.state["names"].items()}
+        ledger.evicting, ledger.swept = True, run.state["swept"]
+    for cycle in run.steps():
+        chance = random.Random(cycle)
+        worker = zygote.start("churn", path, seed=cycle)
+        lines = hear_until(worker, time.monotonic() + chance.uniform(0.0, LIFE_SECONDS))
+        worker.kill()
+        lines += worker.rest()
+        assert worker.wait() == -9
+        run.totals.tried += 1
+        run.totals.acknowledged += ledger.hear(lines)
+        run.totals.add(check_store(path, ledger))
+        run.state = {"acks": sorted(ledger.acks), "names": ledger.names, "swept": ledger.swept}
+    run.assert_nothing_lost()
+    assert run.totals.acknowledged
+
+
+def test_torn_file_after_a_crash_is_never_seen(zygote: Zygote, path: Path) -> None:
+    kill_again_and_again(zygote, path, Run("kill", SHORT))
+
+
+@pytest.mark.torture
+def test_torn_file_after_a_crash_is_never_seen_two_thousand_times(zygote: Zygote) -> None:
+    folder = torture_folder()
+    kill_again_and_again(zygote, folder / "kill", Run("kill", LONG, folder))

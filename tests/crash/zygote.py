@@ -32,7 +32,7 @@ class Worker:
         self._write_fd = write_fd
         self._read_fd = read_fd
         self._buffer = b""
-        self._ended = False
+        self.ended = False
 
     def say(self, word: str = "go") -> None:
         os.write(self._write_fd, f"{word}\n".encode())
@@ -40,13 +40,13 @@ class Worker:
     def line(self, seconds: float = PATIENCE_SECONDS) -> str | None:
         """The next whole line; None at its end or when ``seconds`` are over."""
         deadline = time.monotonic() + seconds
-        while b"\n" not in self._buffer and not self._ended:
+        while b"\n" not in self._buffer and not self.ended:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([self._read_fd], [], [], left)[0]:
                 return None
             data = os.read(self._read_fd, 65536)
             self._buffer += data
-            self._ended = not data
+            self.ended = not data
         if b"\n" not in self._buffer:
             return None
         line, _, self._buffer = self._buffer.partition(b"\n")
@@ -65,7 +65,7 @@ class Worker:
         lines: list[str] = []
         while (line := self.line()) is not None:
             lines.append(line)
-        if not self._ended:
+        if not self.ended:
             self.kill()
             raise AssertionError(f"worker {self.pid} hangs after {lines[-3:]}")
         return lines
@@ -93,7 +93,7 @@ class Zygote:
         )
         theirs.close()
 
-    def start(self, operation: str, path: Path, **arguments: Any) -> Worker:
+    def start(self, operation: str, path: Path, /, **arguments: Any) -> Worker:
         in_read, in_write = os.pipe()
         out_read, out_write = os.pipe()
         message = {"start": operation, "path": str(path), "arguments": arguments}
