@@ -100,7 +100,11 @@ class Engine:
         thread.start()
         # Also when a program ends without close: MLX aborts it while a thread's stream is left.
         self._stop = weakref.finalize(self, _stop, self._inbox, thread)
-        ready.result()
+        try:
+            ready.result()
+        except BaseException:  # interrupted too: the thread must not outlive what it was given
+            self._stop()
+            raise
 
     def generate(self, request: Request) -> Iterator[Event]:
         """The events of a request: Progress while the prompt is prepared, Tokens, one End.
@@ -111,7 +115,7 @@ class Engine:
         """
         job = _Job(request)
         self._inbox.put(job)
-        return _drain(job)
+        return _Events(job)
 
     def call(self, action: Callable[[Worker], T]) -> T:
         """Run ``action`` with the worker on the MLX thread, between requests, and return its
@@ -139,7 +143,8 @@ class Engine:
 
 def _stop(inbox: _Inbox, thread: threading.Thread) -> None:
     inbox.close()
-    thread.join()
+    if thread is not threading.current_thread():
+        thread.join()
 
 
 def _serve(inbox: _Inbox, ready: Future[None], make: Callable[[blas.Blas], Worker]) -> None:
@@ -181,14 +186,27 @@ def _run(job: _Job, worker: Worker, closed: threading.Event) -> None:
         job.events.put(error)
 
 
-def _drain(job: _Job) -> Iterator[Event]:
-    try:
-        while True:
-            item = job.events.get()
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-            if isinstance(item, End):
-                return
-    finally:
-        job.cancelled.set()
+class _Events(Iterator[Event]):
+    """A request's events as they come. Closing or dropping it cancels the request, begun or not."""
+
+    def __init__(self, job: _Job) -> None:
+        self._job = job
+        self._ended = False
+
+    def __next__(self) -> Event:
+        if self._ended:
+            raise StopIteration
+        item = self._job.events.get()
+        if isinstance(item, BaseException):
+            self._ended = True
+            raise item
+        self._ended = isinstance(item, End)
+        return item
+
+    def close(self) -> None:
+        """Cancel the request between two steps; no more events come."""
+        self._ended = True
+        self._job.cancelled.set()
+
+    def __del__(self) -> None:
+        self._job.cancelled.set()

@@ -40,6 +40,7 @@ class Sampling:
             ("top_k", self.top_k >= 0),
             ("repetition_penalty", self.repetition_penalty is None or self.repetition_penalty > 0),
             ("repetition_context", self.repetition_context > 0),
+            ("seed", self.seed is None or type(self.seed) is int),
         )
         for name, good in checks:
             if not good:
@@ -78,6 +79,8 @@ class Request:
         given = sum(value is not None for value in (self.text, self.messages, self.tokens))
         if given != 1:
             raise UsageError("A request needs exactly one of text, messages and tokens.")
+        if type(self.max_tokens) is not int:
+            raise UsageError(f"max_tokens must be an integer, not {self.max_tokens!r}.")
         if self.max_tokens < 1:
             raise UsageError(f"max_tokens must be at least 1, not {self.max_tokens}.")
         if self.reuse not in ("max", "exact"):

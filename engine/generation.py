@@ -155,7 +155,10 @@ class Generation:
             self._read_nbytes = read.nbytes
             if read.bad or (first.shared and not read.shared_ok):
                 self._damaged = True
-                steps = self._plan(bad=read.bad, shared_ok=read.shared_ok)
+                # Stored logits that could not be read before cannot be now.
+                steps = self._plan(
+                    bad=read.bad, shared_ok=read.shared_ok, logits_ok=bool(self._generated)
+                )
         self._caches = buffers.caches(worker.new_caches(), steps.start)
         self._settle(steps)
         self._restore_ms = _since(began)

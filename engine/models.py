@@ -228,7 +228,9 @@ def _load(folder: Path, options: ModelOptions) -> tuple[CountingModel, Any | Non
         tokenizer = None
         if any((folder / file).exists() for file in TOKENIZER_FILES):
             tokenizer = load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # whatever mlx-lm, transformers and tokenizers make of bad files
         reason = " ".join(str(error).split()) or repr(error)
         raise ModelError(f"The model in {folder} cannot be loaded: {reason[:300]}") from error
     return CountingModel(model), tokenizer, config

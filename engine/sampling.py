@@ -38,6 +38,12 @@ class Chooser:
     def __init__(self, sampling: Sampling, prompt: Tokens, vocabulary: int) -> None:
         if sampling.top_k >= vocabulary:
             raise UsageError(f"top_k must be below the vocabulary's size ({vocabulary}).")
+        for token in sampling.logit_bias or {}:
+            # MLX does not check the bounds of an index on a CPU.
+            if type(token) is not int or not 0 <= token < vocabulary:
+                raise UsageError(
+                    f"logit_bias names {token!r}, which is no token id below {vocabulary}."
+                )
         self._random = sampling.temperature > 0
         self._seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         self._position = 0

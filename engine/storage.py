@@ -59,7 +59,7 @@ class Storage:
         """What is stored of ``tokens``, held until release. Exact mode sees blocks of this build
         only, and nothing while the build has no row (a read-only store)."""
         # What earlier requests of this process left in the writer's queue is part of the store.
-        self.store.flush(FLUSH_SECONDS)
+        self._try(lambda: self.store.flush(FLUSH_SECONDS), False)
         exact = None
         if reuse == "exact":
             if self.build is None:

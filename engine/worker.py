@@ -16,7 +16,7 @@ from engine.generation import Generation
 from engine.options import EngineOptions
 from engine.prefill import check_step
 from engine.storage import Storage
-from kvdb.errors import KvdbError
+from kvdb.errors import KvdbError, ModelError, UsageError
 from kvdb.identity import check_block_tokens
 from kvdb.layout import Layout
 
@@ -69,6 +69,11 @@ class Worker:
         except cachekinds.NotStorable as reason:
             log.warning("the state of %s is not stored: %s", self.loaded.name, reason)
             layout = None
+        except (ValueError, RuntimeError) as error:
+            bits = self.loaded.options.kv_bits
+            if bits is not None:
+                raise UsageError(f"kv_bits {bits} does not fit this model: {error}.") from error
+            raise ModelError(f"{self.loaded.name} cannot be run: {error}.") from error
         return layout, cachekinds.vocabulary_size(self.model, self.new_caches())
 
     def _storage(self, store: Store, salt: bytes) -> Storage | None:

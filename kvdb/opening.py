@@ -347,6 +347,8 @@ def migrate_store(path: str | os.PathLike[str]) -> list[str]:
 
 
 def _migrate(root: Path) -> list[str]:
+    if root.is_file():
+        raise NotAStore(f"{root} is a file, not a kvdb store.")
     if not (root / driver.INDEX_NAME).exists():
         raise StoreMissing(f"There is no kvdb store at {root}.")
     lock = claim_store(root)

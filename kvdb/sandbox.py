@@ -98,7 +98,9 @@ def run_sql(
         cursor.close()
     except MemoryError as error:
         raise QueryError("The statement needs more memory than it may use.") from error
-    except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+    except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:
+        if str(error) == "interrupted" and time.monotonic() < end:
+            raise KeyboardInterrupt from error  # SQLite swallows the one of its handler
         raise QueryError(_explain(error, denials, deadline)) from error
     return SqlResult(columns, rows, capped)
 

@@ -63,9 +63,10 @@ def evict(
                 raise click.UsageError(
                     f"{plan.blocks} blocks ({human_bytes(plan.nbytes)}) would go; add --yes."
                 )
-            click.confirm(
-                f"Evict {plan.blocks} blocks ({human_bytes(plan.nbytes)})?", abort=True, err=True
-            )
+            question = f"Evict {plan.blocks} blocks ({human_bytes(plan.nbytes)})?"
+            if not click.confirm(question, err=True):
+                say("Nothing was evicted.")
+                return
         report = store.evict(to_bytes=to_bytes, namespace_id=namespace_id, dry_run=dry_run)
     if as_json:
         write_json(dataclasses.asdict(report))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import signal
@@ -319,15 +320,19 @@ def _template_options(text: str | None) -> dict[str, Any]:
 def _print_text(events: Iterator[Event]) -> End:
     from engine import End, Progress, Token
 
+    first: object = None
+    # The progress line is cleared before the first text.
     with progress("Prompt tokens") as report:
-        for event in events:
-            if isinstance(event, Progress):
-                report(event.done, event.total)
-            elif isinstance(event, Token):
-                click.echo(event.text, nl=False)
-            elif isinstance(event, End):
-                click.echo(event.text)
-                return event
+        for first in events:
+            if not isinstance(first, Progress):
+                break
+            report(first.done, first.total)
+    for event in itertools.chain([first], events):
+        if isinstance(event, Token):
+            click.echo(event.text, nl=False)
+        elif isinstance(event, End):
+            click.echo(event.text)
+            return event
     raise RuntimeError("the engine gave no last event")
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 def find_block(store: Store, prefix: str) -> tuple[Namespace, bytes]:
     """The one stored block whose hash starts with ``prefix`` (hex), and its namespace. Raises
     StoreMissing or UsageError."""
+    if not prefix:
+        raise UsageError("Give the hash of a block, or its start.")
     rows = store.sql(
         "SELECT hash, namespace_id FROM block_usage "
         "WHERE substr(hash, 1, length(?1)) = lower(?1) LIMIT 2",

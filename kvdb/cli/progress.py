@@ -3,6 +3,7 @@ terminal, and a new line every few seconds elsewhere."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,9 @@ def progress(label: str, describe: Callable[[int], str] = str) -> Iterator[Repor
         due = now + (TERMINAL_SECONDS if terminal else LINE_SECONDS)
         amount = f"{describe(done)} of {describe(total)}" if total else describe(done)
         if terminal:
-            stream.write(f"\r\x1b[K{label}: {amount}")
+            # A line that wraps could not be cleared again.
+            width = shutil.get_terminal_size().columns - 1
+            stream.write(f"\r\x1b[K{f'{label}: {amount}'[:width]}")
             shown = True
         else:
             stream.write(f"{label}: {amount}\n")

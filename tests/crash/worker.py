@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import sqlite_utils  # noqa: F401 - like rebuild imported when needed, so better before a fork
+import numpy.random  # what is imported when needed is better imported before a fork
+import sqlite_utils  # noqa: F401
 
 import kvdb
 import kvdb.check.rebuild
