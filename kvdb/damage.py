@@ -34,20 +34,22 @@ class DamageDesk:
 
         What merely cannot be read now is not dropped. Never raises for a part that cannot be
         dropped: it stays a miss."""
-        with self._database.read() as connection:
-            row = connection.execute(
-                index.PART_LOCATION, (location.block_id, location.part)
-            ).fetchone()
-        if row is None:
+        if damage.reason == "unreadable":
             return None
-        now = Location(location.block_id, location.hash, location.part, *row)
-        if (now.shard, now.offset) != (location.shard, location.offset):
-            return now
-        if self._retention is not None and damage.reason != "unreadable":
-            try:
+        try:
+            with self._database.read() as connection:
+                row = connection.execute(
+                    index.PART_LOCATION, (location.block_id, location.part)
+                ).fetchone()
+            if row is None:
+                return None
+            now = Location(location.block_id, location.hash, location.part, *row)
+            if (now.shard, now.offset) != (location.shard, location.offset):
+                return now
+            if self._retention is not None:
                 self._drop(self._retention, location, damage)
-            except (KvdbError, OSError) as error:
-                log.warning("a damaged part could not be dropped: %s", error)
+        except (KvdbError, OSError) as error:
+            log.warning("a damaged part could not be dropped: %s", error)
         return None
 
     def _drop(self, keep: Retention, location: Location, damage: Damaged) -> None:

@@ -51,17 +51,25 @@ def read_match(
         {spec.name: PartTarget(spec, into[spec.name], end) for spec in specs if spec is not None},
         store.locate(wanted),
     )
+    work = [(block, block.token_count) for block in chosen if block.live]
+    if tail is not None:
+        work.append((tail.block, tail.token_count))
+    # Reading and verifying leave the interpreter's lock, so blocks overlap on several cores.
+    nbytes = list(store.spread(lambda item: run.block(*item), work))
+    shared_ok = tail is None or nbytes[-1] is not None
+    failed = {block.index for (block, _), read in zip(work, nbytes, strict=True) if read is None}
+    if tail is not None:
+        failed.discard(tail.block.index)
     bad = [
         block.index
         for block in chosen
-        if (block.live or blocks is not None) and not run.block(block, block.token_count)
+        if block.index in failed or (blocks is not None and not block.live)
     ]
-    shared_ok = tail is None or run.block(tail.block, tail.token_count)
-    return ReadResult(tuple(bad), shared_ok, run.nbytes)
+    return ReadResult(tuple(bad), shared_ok, sum(read or 0 for read in nbytes))
 
 
 class _Read:
-    """One pass over blocks into fixed targets."""
+    """One pass over blocks into fixed targets. Blocks may be read from several threads."""
 
     def __init__(
         self,
@@ -72,14 +80,17 @@ class _Read:
         self._store = store
         self._targets = targets
         self._places = places
-        self.nbytes = 0
 
-    def block(self, block: MatchedBlock, tokens: int) -> bool:
-        """Read a block's first ``tokens`` tokens; False when a part of it is gone or damaged."""
-        return block.live and all(
-            self._part(self._place(block, name), target, block, tokens)
-            for name, target in self._targets.items()
-        )
+    def block(self, block: MatchedBlock, tokens: int) -> int | None:
+        """Read a block's first ``tokens`` tokens: the stored bytes that took, or None when a part
+        of it is gone or damaged."""
+        nbytes = 0
+        for name, target in self._targets.items():
+            read = self._part(self._place(block, name), target, block, tokens)
+            if read is None:
+                return None
+            nbytes += read
+        return nbytes
 
     def _place(self, block: MatchedBlock, name: str) -> Location | None:
         place = self._places.get((block.id, name))
@@ -87,16 +98,15 @@ class _Read:
 
     def _part(
         self, place: Location | None, target: PartTarget, block: MatchedBlock, tokens: int
-    ) -> bool:
+    ) -> int | None:
         # A part that moved meanwhile (compaction) is looked up once more.
         for _ in range(2):
             if place is None:
-                return False
+                return None
             try:
                 self._store.reader.read_into(place, target, block.start, tokens, block.token_count)
             except Damaged as damage:
                 place = self._store.report_damage(place, damage)
             else:
-                self.nbytes += place.nbytes
-                return True
-        return False
+                return place.nbytes
+        return None

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ from kvdb.retention import Retention
 from kvdb.sandbox import SqlResult, run_sql
 from kvdb.sequences import Lease, Sequence, create_sequence, find_sequence
 from kvdb.shards import ORIGINS, NamespaceRecord
+from kvdb.spread import R, Spreader, T
 from kvdb.upkeep import Upkeep
 from kvdb.writer import Payload, PutJob, Ticket, Writer, check_payloads
 
@@ -102,6 +103,7 @@ class Store(Upkeep):
         self._process_id = process_id
         self._process_lock = process_lock
         self._locks = locks
+        self._spreader = Spreader()
         self._records: dict[int, NamespaceRecord] = {}
         self._builds: dict[int, str] = {}
         self._closed = False
@@ -139,6 +141,7 @@ class Store(Upkeep):
             )
 
     def _release(self) -> None:
+        self._spreader.close()
         self.reader.close()
         self.database.close()
         for lock in reversed(self._locks):
@@ -355,6 +358,10 @@ class Store(Upkeep):
         already dropped from the index.
         """
         return read_match(self, match, into, blocks, shared)
+
+    def spread(self, function: Callable[[T], R], items: Items[T]) -> Iterable[R]:
+        """Map ``function`` over ``items`` in the store's reader threads."""
+        return self._spreader.map(function, items)
 
     def read_part(self, part: PartRef) -> npt.NDArray[np.uint8] | None:
         """The raw bytes of one part, verified; None when it is gone or damaged."""
