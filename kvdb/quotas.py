@@ -1,7 +1,7 @@
 """Quotas: how many stored bytes a namespace, or all namespaces of a tenant, may have.
 
-Kept in ``settings`` as ``quota.namespace.<id>`` and ``quota.tenant.<name>``; without one only the
-limit of the whole store holds.
+Kept in ``settings`` as ``quota.namespace.<fingerprint>`` and ``quota.tenant.<name>``; without one
+only the limit of the whole store holds.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ def excess(connection: Connection, namespace_id: int, nbytes: int) -> tuple[int,
     """How far ``nbytes`` more would go beyond a quota, and the namespaces that share it; None
     when they fit."""
     row = connection.execute(
-        "SELECT tenant FROM namespaces WHERE id = ?", (namespace_id,)
+        "SELECT lower(hex(fingerprint)), tenant FROM namespaces WHERE id = ?", (namespace_id,)
     ).fetchone()
-    tenant = "" if row is None else row[0]
+    if row is None:
+        return None
+    fingerprint, tenant = row
     for key, shared in (
-        (f"{NAMESPACE_QUOTA}{namespace_id}", False),
+        (NAMESPACE_QUOTA + fingerprint, False),
         (TENANT_QUOTA + tenant, True),
     ):
         quota = connection.execute(FIND_QUOTA, (key,)).fetchone()

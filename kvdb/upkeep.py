@@ -65,7 +65,9 @@ class Upkeep:
     ) -> None:
         """Bound the stored bytes of a namespace, or else of all namespaces of a tenant; None lifts
         the bound. What is stored already goes with the next put that needs room."""
-        key = f"{NAMESPACE_QUOTA}{namespace.id}" if namespace else f"{TENANT_QUOTA}{tenant}"
+        key = TENANT_QUOTA + tenant
+        if namespace is not None:
+            key = NAMESPACE_QUOTA + namespace.fingerprint.hex()
         self.require_writable()
         with self.database.write() as connection:
             set_quota(connection, key, nbytes)

@@ -1,0 +1,181 @@
+"""What shards do not hold (names, history, settings, recency), taken over from an old index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvdb import driver, holding, index
+from kvdb.backup import BACKUP_NAME
+from kvdb.driver import Connection, Database
+from kvdb.errors import IntegrityError, KvdbError, OutOfSpace, StoreTooNew
+from kvdb.limit import MIN_MAX_BYTES
+from kvdb.opening import DEFAULT_SETTINGS
+
+ROWS_PER_TRANSACTION = 500
+
+
+def recover_rest(database: Database, root: Path) -> tuple[int, list[str]]:
+    """Sequences, history, settings and ticks from the old index, else from its backup. Returns the
+    number of named sequences recovered, and what is lost in words."""
+    with database.read() as connection:
+        own_columns = {row[1] for row in connection.execute("PRAGMA table_info(requests)")}
+    for name in (driver.INDEX_NAME, BACKUP_NAME):
+        source = root / name
+        if not source.exists():
+            continue
+        try:
+            # Nobody writes the backup: opened as it is, SQLite puts no files beside it.
+            old = driver.connect(source, read_only=True, immutable=name == BACKUP_NAME)
+        except OutOfSpace:
+            raise  # the old index may be sound: with room it is read
+        except (KvdbError, driver.sqlite3.Error):
+            continue
+        try:
+            driver.schema_state(old, source)
+            rest = _read_rest(old, own_columns)
+        except StoreTooNew:
+            raise
+        except (KvdbError, driver.sqlite3.Error):
+            continue
+        finally:
+            old.close()
+        return _write_rest(database, rest)
+    with database.write() as connection:
+        _set_settings(connection, [])
+    return 0, ["named sequences, request history and settings: no readable index or backup"]
+
+
+@dataclass(slots=True)
+class _Rest:
+    """Rows of an old index that shards do not hold; blocks by hash."""
+
+    settings: list[tuple[str, str]]
+    counters: list[tuple[str, int]]
+    sequences: list[tuple[str, bytes | None, bytes, str, int | None, int]]
+    request_columns: list[str]
+    requests: list[tuple[Any, ...]]
+    access: list[tuple[bytes, str, int, int, int, int]]
+    tenants: list[tuple[bytes, str]]
+
+
+KEPT_COUNTERS = ("tick", "age_ratio", "cow_copies", "blocks_dropped", "blocks_too_large")
+
+
+def _read_rest(old: Connection, own_columns: set[str]) -> _Rest:
+    columns = [row[1] for row in old.execute("PRAGMA table_info(requests)")]
+    if not set(columns) <= own_columns:
+        raise IntegrityError("The old index's history has columns that nobody made.")
+    return _Rest(
+        settings=old.execute("SELECT key, value FROM settings").fetchall(),
+        counters=[
+            row
+            for row in old.execute("SELECT name, value FROM counters").fetchall()
+            if row[0] in KEPT_COUNTERS
+        ],
+        sequences=old.execute(
+            "SELECT s.name, b.hash, n.fingerprint, s.tenant, s.expires_at, s.created_at "
+            "FROM sequences AS s JOIN namespaces AS n ON n.id = s.namespace_id "
+            "LEFT JOIN blocks AS b ON b.id = s.tip_id WHERE s.name IS NOT NULL"
+        ).fetchall(),
+        request_columns=columns,
+        requests=old.execute(
+            "SELECT r.*, n.fingerprint, b.hash, t.hash FROM requests AS r "
+            "LEFT JOIN namespaces AS n ON n.id = r.namespace_id "
+            "LEFT JOIN blocks AS b ON b.id = r.deepest_block_id "
+            "LEFT JOIN blocks AS t ON t.id = r.tip_id ORDER BY r.id"
+        ).fetchall(),
+        access=old.execute(
+            "SELECT hash, queue, last_access, prev_access, hits, created_at FROM blocks "
+            "WHERE state = 'live'"
+        ).fetchall(),
+        tenants=old.execute("SELECT fingerprint, tenant FROM namespaces").fetchall(),
+    )
+
+
+def _set_settings(connection: Connection, settings: list[tuple[str, str]]) -> int:
+    """Returns how many settings are of no use: those of a damaged index may be anything."""
+    usable = {key: value for key, value in settings if _usable_setting(key, value)}
+    insert = "INSERT OR REPLACE INTO settings (key, value) VALUES (?, ?)"
+    refused = _each(connection, insert, {**DEFAULT_SETTINGS, **usable}.items())
+    return refused + len(settings) - len(usable)
+
+
+def _usable_setting(key: object, value: object) -> bool:
+    if key not in ("max_bytes", "min_free_bytes"):
+        return isinstance(key, str) and isinstance(value, str)
+    at_least = MIN_MAX_BYTES if key == "max_bytes" else 0
+    return isinstance(value, str) and value.isdecimal() and int(value) >= at_least
+
+
+def _each(connection: Connection, statement: str, rows: Iterable[Sequence[object]]) -> int:
+    """Run a statement once a row; returns how many rows the index refused."""
+    refused = 0
+    for row in rows:
+        try:
+            connection.execute(statement, row)
+        except driver.sqlite3.IntegrityError:
+            refused += 1
+    return refused
+
+
+def _write_rest(database: Database, rest: _Rest) -> tuple[int, list[str]]:
+    refused = sequences = 0
+    lost: list[str] = []
+    with database.write() as connection:
+        refused += _set_settings(connection, rest.settings)
+        set_tenant = "UPDATE namespaces SET tenant = ?2 WHERE fingerprint = ?1"
+        refused += _each(connection, set_tenant, rest.tenants)
+        set_counter = "UPDATE counters SET value = ?2 WHERE name = ?1"
+        refused += _each(connection, set_counter, rest.counters)
+        for name, tip, fingerprint, tenant, expires, created in rest.sequences:
+            namespace = connection.execute(index.FIND_NAMESPACE, (fingerprint,)).fetchone()
+            block = None if tip is None else index.find_block(connection, tip)
+            if namespace is None or (tip is not None and block is None):
+                lost.append(f"sequence {name!r}: its blocks are gone")
+                continue
+            try:
+                holding.add_sequence(
+                    connection,
+                    name=name,
+                    namespace_id=namespace[0],
+                    tip_id=None if block is None else block.id,
+                    process_id=None,
+                    tenant=tenant,
+                    expires_at=expires,
+                    now=created,
+                )
+            except driver.sqlite3.IntegrityError as error:
+                lost.append(f"sequence {name!r}: {error}")
+                continue
+            sequences += 1
+    for start in range(0, len(rest.access), ROWS_PER_TRANSACTION):
+        with database.write() as connection:
+            refused += _each(
+                connection,
+                "UPDATE blocks SET queue = ?2, last_access = ?3, prev_access = ?4, hits = ?5, "
+                "created_at = ?6 WHERE hash = ?1",
+                rest.access[start : start + ROWS_PER_TRANSACTION],
+            )
+    columns = rest.request_columns
+    ids = ("namespace_id", "deepest_block_id", "tip_id")
+    positions = {name: columns.index(name) for name in ids}
+    insert = (
+        f"INSERT INTO requests ({', '.join(columns)}) "  # noqa: S608 - names of our own table
+        f"VALUES ({', '.join('?' * len(columns))})"
+    )
+    for start in range(0, len(rest.requests), ROWS_PER_TRANSACTION):
+        with database.write() as connection:
+            for row in rest.requests[start : start + ROWS_PER_TRANSACTION]:
+                values, (fingerprint, deepest, tip) = list(row[:-3]), row[-3:]
+                namespace = connection.execute(index.FIND_NAMESPACE, (fingerprint,)).fetchone()
+                values[positions["namespace_id"]] = None if namespace is None else namespace[0]
+                for column, hash_ in (("deepest_block_id", deepest), ("tip_id", tip)):
+                    block = index.find_block(connection, hash_) if hash_ is not None else None
+                    values[positions[column]] = None if block is None else block.id
+                refused += _each(connection, insert, [values])
+    if refused:
+        lost.append(f"{refused} rows of the old index that are damaged")
+    return sequences, lost
