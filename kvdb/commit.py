@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvdb import holding, index, quotas, retention
 from kvdb.clock import Environment
@@ -32,12 +33,24 @@ from kvdb.shards import (
     split_runs,
     temp_path,
 )
+from kvdb.spread import Spreader
 from kvdb.writer import Payload, PutJob, Task, Ticket
 
 log = logging.getLogger("kvdb.writer")
 
 # Compact before evicting once this share of the limit is dead bytes in living shards.
 WASTE_SHARE = 16
+
+
+class _Missing(NamedTuple):
+    """What of a payload is to be stored: the names of its parts, and what its block is."""
+
+    job: PutJob
+    payload: Payload
+    hash: bytes
+    parent: bytes
+    extra: tuple[bytes, ...]
+    names: Sequence[str]
 
 
 @dataclass(slots=True)
@@ -81,6 +94,7 @@ class Committer:
         process_id: int,
         compactor: Compactor,
         reader: ShardReader,
+        spreader: Spreader,
     ) -> None:
         self._database = database
         self._limit = limit
@@ -91,6 +105,7 @@ class Committer:
         self._process_id = process_id
         self._compactor = compactor
         self._reader = reader
+        self._spreader = spreader
         self._leftovers: list[_Shard] = []
         self._pinned = False
 
@@ -151,7 +166,7 @@ class Committer:
     def _stage(self, jobs: Sequence[PutJob]) -> list[_Staged]:
         """Encode what is not stored yet. Blocks whose parent is neither stored nor staged are
         dropped with the rest of their chain."""
-        staged: list[_Staged] = []
+        missing: list[_Missing] = []
         ahead: set[bytes] = set()
         seen: set[tuple[bytes, str]] = set()
         with self._database.read() as connection:
@@ -173,20 +188,12 @@ class Committer:
                     if names:
                         seen.update((hash_, name) for name in names)
                         extra = tuple(extras.get(payload.index, ()))
-                        block = self._encode(job, payload, hash_, parent, extra, names)
-                        staged.append(_Staged(job, payload, block))
+                        missing.append(_Missing(job, payload, hash_, parent, extra, names))
                     ahead.add(hash_)
-        return staged
+        return list(self._spreader.map(self._encode, missing))
 
-    def _encode(
-        self,
-        job: PutJob,
-        payload: Payload,
-        hash_: bytes,
-        parent: bytes,
-        extra: tuple[bytes, ...],
-        names: Sequence[str],
-    ) -> ShardBlock:
+    def _encode(self, missing: _Missing) -> _Staged:
+        job, payload, hash_, parent, extra, names = missing
         parts = []
         for name in names:
             raw = payload.parts[name]
@@ -198,7 +205,7 @@ class Committer:
             parts.append(
                 ShardPart(name, codec, stored.nbytes, raw.nbytes, checksum.digest(), stored=stored)
             )
-        return ShardBlock(
+        block = ShardBlock(
             hash_,
             parent,
             payload.index,
@@ -209,6 +216,7 @@ class Committer:
             job.build_digest,
             tuple(parts),
         )
+        return _Staged(job, payload, block)
 
     def _lay_out(self, staged: Sequence[_Staged]) -> Iterator[_Shard]:
         by_namespace: dict[int, list[_Staged]] = {}
@@ -287,20 +295,27 @@ class Committer:
             return 0
 
     def _publish(self, shards: Sequence[_Shard]) -> list[_Shard]:
+        """Write the files, several at a time: one is written while another is synced."""
         published: list[_Shard] = []
-        root = self._limit.root
-        for shard in shards:
-            temp, target = temp_path(root, shard.uuid), shard_path(root, shard.uuid)
-            try:
-                publish(self._fs, temp, target, shard.buffers)
-            except OSError as error:
-                log.warning("shard not written: %s", error.strerror)
-                for member in shard.staged:
-                    member.job.ticket.drop(f"io_error: {error.strerror}")
-                self._abandon([shard])
+        for shard, error in zip(shards, self._spreader.map(self._write, shards), strict=True):
+            if error is None:
+                published.append(shard)
                 continue
-            published.append(shard)
+            log.warning("shard not written: %s", error.strerror)
+            for member in shard.staged:
+                member.job.ticket.drop(f"io_error: {error.strerror}")
+            self._abandon([shard])
         return published
+
+    def _write(self, shard: _Shard) -> OSError | None:
+        root = self._limit.root
+        try:
+            publish(
+                self._fs, temp_path(root, shard.uuid), shard_path(root, shard.uuid), shard.buffers
+            )
+        except OSError as error:
+            return error
+        return None
 
     def _abandon(self, shards: Sequence[_Shard]) -> None:
         """Remove what a failed commit left. What cannot be removed now is tried again with the

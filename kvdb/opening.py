@@ -33,6 +33,7 @@ from kvdb.limit import MIN_MAX_BYTES, Limit, default_max_bytes, default_min_free
 from kvdb.locks import FileLock, WriterLock
 from kvdb.reader import ShardReader
 from kvdb.retention import Retention
+from kvdb.spread import Spreader
 from kvdb.store import Store
 from kvdb.writer import Writer
 
@@ -147,8 +148,9 @@ def _open_writable(
     compactor = Compactor(
         database, limit, reader, fs, environment, retention, process_id, damage.report
     )
+    spreader = Spreader()
     committer = Committer(
-        database, limit, retention, fs, environment, codec, process_id, compactor, reader
+        database, limit, retention, fs, environment, codec, process_id, compactor, reader, spreader
     )
     writer = Writer(
         committer.commit,
@@ -166,6 +168,7 @@ def _open_writable(
         retention=retention,
         compactor=compactor,
         damage=damage,
+        spreader=spreader,
         writer=writer,
         process_id=process_id,
         locks=(store_lock, writer_lock),
@@ -205,6 +208,7 @@ def _open_read_only(root: Path, environment: Environment) -> Store:
         FileSystem(),
         environment,
         damage=DamageDesk(database, environment, None),
+        spreader=Spreader(),
         locks=() if lock is None else (lock,),
         durability="process",
     )

@@ -83,6 +83,7 @@ class Store(Upkeep):
         locks: tuple[FileLock | WriterLock, ...],
         durability: str,
         damage: DamageDesk,
+        spreader: Spreader,
         retention: Retention | None = None,
         compactor: Compactor | None = None,
         writer: Writer | None = None,
@@ -103,7 +104,7 @@ class Store(Upkeep):
         self._process_id = process_id
         self._process_lock = process_lock
         self._locks = locks
-        self._spreader = Spreader()
+        self._spreader = spreader
         self._records: dict[int, NamespaceRecord] = {}
         self._builds: dict[int, str] = {}
         self._closed = False
