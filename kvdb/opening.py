@@ -182,6 +182,8 @@ def _open_read_only(root: Path, environment: Environment) -> Store:
         raise NotAStore(f"{root} is a file, not a kvdb store.")
     if not root.is_dir():
         raise StoreMissing(f"There is no kvdb store at {root}.")
+    if not (root / driver.INDEX_NAME).exists() and has_shards(root):
+        raise IntegrityError(NO_INDEX.format(root))
     database = Database(root / driver.INDEX_NAME, writer_lock=None)
     lock: FileLock | None = None
     try:

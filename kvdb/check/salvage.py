@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,11 @@ def recover_rest(database: Database, root: Path) -> tuple[int, list[str]]:
             continue
         finally:
             old.close()
-        return _write_rest(database, rest)
+        sequences, lost = _write_rest(database, rest)
+        if name == BACKUP_NAME:
+            made = datetime.fromtimestamp(source.stat().st_mtime, UTC)
+            lost.append(f"names and history newer than the backup of {made:%Y-%m-%d %H:%M} UTC")
+        return sequences, lost
     with database.write() as connection:
         _set_settings(connection, [])
     return 0, ["named sequences, request history and settings: no readable index or backup"]
