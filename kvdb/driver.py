@@ -136,6 +136,25 @@ def schema_state(connection: Connection, path: Path) -> int:
     return int(version)
 
 
+def migration_digests() -> list[tuple[str, str]]:
+    """``(name, SHA-256)`` of every migration file."""
+    return [(name, hashlib.sha256(text.encode()).hexdigest()) for name, text in migration_files()]
+
+
+def check_migrations(connection: Connection, path: Path) -> None:
+    """Raise IntegrityError when the store was made by other text under the same version numbers,
+    as between two development versions."""
+    try:
+        applied = connection.execute("SELECT name, sha256 FROM migration_files").fetchall()
+    except sqlite3.Error as error:
+        raise translate(error, path) from error
+    if not set(applied) <= set(migration_digests()):
+        raise IntegrityError(
+            f"The store at {path.parent} was made by another development version of kvdb; run "
+            "kvdb rebuild, or delete it."
+        )
+
+
 def apply_migrations(connection: Connection) -> list[str]:
     """Bring the schema up to date in one transaction; the caller holds ``writer.lock`` (fresh
     store) or ``store.lock`` exclusively (old store). Returns the names applied."""
@@ -162,7 +181,7 @@ def apply_migrations(connection: Connection) -> list[str]:
         )
         connection.executemany(
             "INSERT OR IGNORE INTO migration_files (name, sha256) VALUES (?, ?)",
-            [(name, hashlib.sha256(text.encode()).hexdigest()) for name, text in files],
+            migration_digests(),
         )
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {latest_version()}")
@@ -215,8 +234,9 @@ class Database:
                 raise StoreMissing(f"There is no kvdb store at {self.path.parent}.")
             with self.read() as connection:
                 version = schema_state(connection, self.path)
-            if version == 0:
-                raise StoreMissing(f"There is no kvdb store at {self.path.parent}.")
+                if version == 0:
+                    raise StoreMissing(f"There is no kvdb store at {self.path.parent}.")
+                check_migrations(connection, self.path)
             return version
         connection = connect(self.path)
         try:
@@ -224,6 +244,8 @@ class Database:
             if version == 0:
                 connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
                 connection.execute("PRAGMA journal_mode = WAL")
+            else:
+                check_migrations(connection, self.path)
             self._configure(connection)
         except sqlite3.Error as error:
             connection.close()

@@ -86,6 +86,22 @@ def test_migrate_is_idempotent_and_leaves_a_record(path: Path) -> None:
     assert kvdb.migrate(path) == []
 
 
+def test_a_schema_of_other_text_under_the_same_number_is_refused_and_rebuilt(path: Path) -> None:
+    tokens = random_tokens(1, BLOCK)
+    with kvdb.open(path) as store:
+        put_all(store, open_namespace(store), tokens)
+    connection = independent.connect(path / "index.sqlite")
+    connection.execute("UPDATE migration_files SET sha256 = 'other'")
+    connection.commit()
+    connection.close()
+    for options in ({}, {"read_only": True}):
+        with pytest.raises(IntegrityError, match="development version"):
+            kvdb.open(path, **options)
+    kvdb.rebuild(path)
+    with kvdb.open(path) as store:
+        assert check_prefix(store, open_namespace(store), tokens) == BLOCK
+
+
 @pytest.mark.parametrize(
     ("version", "affected"),
     [
