@@ -52,7 +52,6 @@ from kvdb.match import Match, Namespace, PartRef, find_match
 from kvdb.reader import Damaged, Location, PartBuffers, ShardReader
 from kvdb.restore import ReadResult, read_match
 from kvdb.retention import Retention
-from kvdb.sandbox import SqlResult, run_sql
 from kvdb.sequences import Lease, Sequence, create_sequence, find_sequence
 from kvdb.shards import ORIGINS, NamespaceRecord
 from kvdb.spread import R, Spreader, T
@@ -465,21 +464,6 @@ class Store(Upkeep):
 
         self._require_writer().submit_task(write)
 
-    def sql(
-        self,
-        sql: str,
-        params: Items[Any] | Mapping[str, Any] = (),
-        *,
-        limit: int = 1000,
-        deadline: float = 10.0,
-    ) -> SqlResult:
-        """Run one read-only statement in the sandbox. Raises QueryError in one sentence."""
-        connection = self.database.sandboxed()
-        try:
-            return run_sql(connection, sql, params, limit=limit, deadline=deadline)
-        finally:
-            connection.close()
-
     def info(self) -> StoreInfo:
         return collect_info(self)
 
@@ -489,7 +473,21 @@ class Store(Upkeep):
         data: bool = False,
         repair: bool = False,
         sample: int | None = None,
+        start: int = 0,
+        report: VerifyReport | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> VerifyReport:
-        """Check the index against itself and the shard files; with ``data`` every stored byte."""
-        return verify_store(self, data=data, repair=repair, sample=sample, progress=progress)
+        """Check the index against itself and the shard files; with ``data`` every stored byte.
+
+        A given ``report`` is filled as it goes, so that an interrupted run can be resumed: its
+        ``next_shard`` is the ``start`` of the next one.
+        """
+        return verify_store(
+            self,
+            data=data,
+            repair=repair,
+            sample=sample,
+            start=start,
+            report=VerifyReport() if report is None else report,
+            progress=progress,
+        )

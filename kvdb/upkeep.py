@@ -1,9 +1,10 @@
-"""The verbs that look after a store: evict, compact, quotas, verify. Part of :class:`Store`."""
+"""The verbs that ask a store and look after it: sql, evict, compact, quotas. Part of Store."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvdb.compaction import CompactionReport, Compactor
 from kvdb.driver import Database
@@ -12,6 +13,7 @@ from kvdb.limit import Limit
 from kvdb.match import Namespace
 from kvdb.quotas import NAMESPACE_QUOTA, TENANT_QUOTA, set_quota
 from kvdb.retention import EvictionReport, Retention
+from kvdb.sandbox import SqlResult, run_sql
 
 
 class Upkeep:
@@ -33,6 +35,21 @@ class Upkeep:
         if self._retention is None:
             raise StoreReadOnly(f"The store at {self.path} is open for reading only.")
         return self._retention
+
+    def sql(
+        self,
+        sql: str,
+        params: Sequence[Any] | Mapping[str, Any] = (),
+        *,
+        limit: int = 1000,
+        deadline: float = 10.0,
+    ) -> SqlResult:
+        """Run one read-only statement in the sandbox. Raises QueryError in one sentence."""
+        connection = self.database.sandboxed()
+        try:
+            return run_sql(connection, sql, params, limit=limit, deadline=deadline)
+        finally:
+            connection.close()
 
     def evict(
         self,

@@ -65,7 +65,7 @@ UNREACHABLE = (
     "SELECT b.id FROM blocks AS b JOIN blocks AS p ON p.id = b.parent_id "
     "WHERE (b.state = 'live' OR b.refs > 0) AND NOT (p.state = 'live' OR p.refs > 0)"
 )
-LIVE_SHARDS = "SELECT id, uuid, nbytes FROM shards WHERE state = 'live' ORDER BY id"
+LIVE_SHARDS = "SELECT id, uuid, nbytes FROM shards WHERE state = 'live' AND id >= ? ORDER BY id"
 SAMPLED_SHARDS = (
     "SELECT id, uuid, nbytes FROM shards WHERE state = 'live' ORDER BY random() LIMIT ?"
 )
@@ -124,7 +124,8 @@ class Problem:
 
 @dataclass(slots=True)
 class VerifyReport:
-    """What was looked at and what was found."""
+    """What was looked at and what was found. ``next_shard`` is where a run that was interrupted
+    goes on."""
 
     problems: list[Problem] = field(default_factory=list)
     checked_blocks: int = 0
@@ -132,6 +133,7 @@ class VerifyReport:
     checked_parts: int = 0
     checked_bytes: int = 0
     swept_files: int = 0
+    next_shard: int = 0
 
     @property
     def ok(self) -> bool:
@@ -145,17 +147,19 @@ def verify_store(
     data: bool,
     repair: bool,
     sample: int | None,
+    start: int,
+    report: VerifyReport,
     progress: Callable[[int, int], None] | None,
 ) -> VerifyReport:
     """See :meth:`kvdb.store.Store.verify`. Raises IntegrityError when SQLite itself says that the
     index is damaged: only a rebuild helps then."""
     if repair:
         store.require_retention()
-    run = _Verification(store, repair)
+    run = _Verification(store, repair, report)
     run.check_sqlite()
     run.check_refs()
     run.check_blocks()
-    run.check_shards(data, sample, progress)
+    run.check_shards(data, sample, start, progress)
     run.check_totals()
     try:
         run.check_orphans()
@@ -165,11 +169,11 @@ def verify_store(
 
 
 class _Verification:
-    def __init__(self, store: Store, repair: bool) -> None:
+    def __init__(self, store: Store, repair: bool, report: VerifyReport) -> None:
         self._store = store
         self._database = store.database
         self._repair = repair
-        self.report = VerifyReport()
+        self.report = report
 
     def _found(self, kind: str, where: str, detail: str, repaired: bool) -> None:
         self.report.problems.append(Problem(kind, where, detail, repaired))
@@ -296,16 +300,21 @@ class _Verification:
     # -- shards ------------------------------------------------------------------------------
 
     def check_shards(
-        self, data: bool, sample: int | None, progress: Callable[[int, int], None] | None
+        self,
+        data: bool,
+        sample: int | None,
+        start: int,
+        progress: Callable[[int, int], None] | None,
     ) -> None:
         with self._database.read() as connection:
             shards = connection.execute(
                 LIVE_SHARDS if sample is None else SAMPLED_SHARDS,
-                () if sample is None else (sample,),
+                (start if sample is None else sample,),
             ).fetchall()
         for done, (shard_id, uuid, nbytes) in enumerate(shards):
             if progress is not None:
                 progress(done, len(shards))
+            self.report.next_shard = shard_id
             fault = self._shard_fault(uuid, nbytes)
             self.report.checked_shards += 1
             with self._database.read() as connection:

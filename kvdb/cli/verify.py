@@ -24,20 +24,37 @@ PROBLEMS_FOUND = 3
 @click.option(
     "--repair", is_flag=True, help="Drop what is damaged, sweep what nobody names, and count again."
 )
+@click.option(
+    "--from",
+    "start",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="SHARD",
+    help="Go on where an interrupted run said it stopped.",
+)
 @output_options
 @store_option
-def verify(data: bool, sample: int | None, repair: bool, output: Format) -> None:
+def verify(data: bool, sample: int | None, repair: bool, start: int, output: Format) -> None:
     """Check the index against the shards and print what is wrong, one row a problem.
 
     Without --repair nothing is changed. Ends with exit code 3 when problems remain.
     """
     if sample is not None and not data:
         raise click.UsageError("--sample only makes sense with --data.")
+    from kvdb.check.verify import VerifyReport
+
     with (
         open_store(read_only=not repair) as store,
         progress("Shards checked") as report,
     ):
-        found = store.verify(data=data, repair=repair, sample=sample, progress=report)
+        found = VerifyReport()
+        try:
+            store.verify(
+                data=data, repair=repair, sample=sample, start=start, report=found, progress=report
+            )
+        except KeyboardInterrupt:
+            say(f"Stopped; --from {found.next_shard} goes on from here.")
+            raise
     rows = [dataclasses.astuple(problem) for problem in found.problems]
     write_rows(("kind", "where", "detail", "repaired"), rows, output)
     left = sum(not problem.repaired for problem in found.problems)

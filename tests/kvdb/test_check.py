@@ -9,6 +9,7 @@ import pytest
 
 import kvdb
 from kvdb.check.rebuild import rebuild_store
+from kvdb.check.verify import VerifyReport
 from kvdb.errors import IntegrityError, NotAStore, StoreLocked, StoreMissing
 from kvdb.history import RequestRecord
 from tests.support import (
@@ -229,3 +230,19 @@ def test_files_without_a_row_are_found_after_a_grace_period(path: Path) -> None:
         assert stray.exists()
         assert store.verify(repair=True).swept_files == 1
         assert not stray.exists()
+
+
+def test_an_interrupted_verification_goes_on_where_it_stopped(path: Path) -> None:
+    fill(path)
+    with kvdb.open(path) as store:
+        report = VerifyReport()
+
+        def stop(done: int, total: int) -> None:
+            if done == 3:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            store.verify(data=True, report=report, progress=stop)
+        assert report.checked_shards == 3
+        rest = store.verify(data=True, start=report.next_shard + 1)
+        assert report.checked_shards + rest.checked_shards == len(shard_files(path))
