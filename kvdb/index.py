@@ -52,14 +52,6 @@ FIND_BLOCK = (
     "last_access FROM blocks WHERE hash = ?"
 )
 FIND_HELD = "SELECT id FROM blocks WHERE hash = ? AND (state = 'live' OR refs > 0)"
-CHAIN_IDS = """
-WITH RECURSIVE chain (id, parent_id, depth) AS (
-    SELECT id, parent_id, depth FROM blocks WHERE id = ?
-    UNION ALL
-    SELECT b.id, b.parent_id, b.depth FROM chain JOIN blocks AS b ON b.id = chain.parent_id
-)
-SELECT id FROM chain ORDER BY depth
-"""
 # From the tip to the root: (id, token_count, live, exact, build_id, one part or nulls). Only what
 # a plan needs: the rest of a location is read with the bytes, which halves the time of a match.
 CHAIN_PARTS = """
@@ -241,11 +233,6 @@ def deepest_held(connection: Connection, hashes: Sequence[bytes]) -> tuple[int, 
         else:
             low, low_id = middle, found
     return low + 1, low_id
-
-
-def chain_ids(connection: Connection, tip_id: int) -> list[int]:
-    """Block ids from the root to ``tip_id``."""
-    return [row[0] for row in connection.execute(CHAIN_IDS, (tip_id,))]
 
 
 def locations(connection: Connection, block_ids: Sequence[int]) -> dict[tuple[int, str], Location]:

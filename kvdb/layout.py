@@ -192,10 +192,6 @@ class Layout:
         """True when a block's first k tokens can be served from it (no recurrent state)."""
         return all(part.cuttable for part in self.parts if part.kind != "logits")
 
-    def bytes_per_block(self, tokens: int) -> int:
-        """Raw bytes of all required parts of a block of ``tokens`` tokens."""
-        return sum(part.nbytes(tokens) for part in self.parts if part.required)
-
     def to_json(self) -> str:
         """Canonical JSON: equal layouts give equal text. Equal layers are written once."""
         kinds: list[LayerSpec] = list(dict.fromkeys(self.layers))

@@ -184,10 +184,6 @@ class Writer:
             )
             return idle and not self._failed
 
-    @property
-    def pending_bytes(self) -> int:
-        return self._bytes
-
     def close(self) -> None:
         """Finish what is queued, then stop the thread."""
         with self._condition:
