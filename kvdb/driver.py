@@ -42,6 +42,8 @@ APPLICATION_ID = 0x6B766462  # "kvdb"
 INDEX_NAME = "index.sqlite"
 SQLITE_VERSION: str = sqlite3.sqlite_version
 BUSY_TIMEOUT_SECONDS = 10.0
+# SQLite quotes a damaged schema in its message, and the binding then fails to decode it.
+SQLITE_ERRORS: tuple[type[Exception], ...] = (sqlite3.Error, UnicodeDecodeError)
 IDLE_READERS = 8
 # What a WAL that grew beyond it is cut to when it starts anew.
 WAL_SIZE_LIMIT = 4 << 20
@@ -89,7 +91,7 @@ def connect(path: Path, *, read_only: bool = False, immutable: bool = False) -> 
             cached_statements=256,
         )
         connection.execute("PRAGMA schema_version")
-    except sqlite3.Error as error:
+    except SQLITE_ERRORS as error:
         raise translate(error, path) from error
     return connection
 
@@ -97,7 +99,7 @@ def connect(path: Path, *, read_only: bool = False, immutable: bool = False) -> 
 def translate(error: Exception, path: Path) -> KvdbError:
     """The typed error for a SQLite error met at ``path``: never SQLite's own."""
     name = getattr(error, "sqlite_errorname", "") or ""
-    text = str(error)
+    text = "malformed" if isinstance(error, UnicodeDecodeError) else str(error)
     if name.startswith("SQLITE_NOTADB") or "file is not a database" in text:
         return NotAStore(f"{path} is not a kvdb index; choose another folder or run kvdb rebuild.")
     if name.startswith("SQLITE_CORRUPT") or "malformed" in text:
@@ -124,7 +126,7 @@ def schema_state(connection: Connection, path: Path) -> int:
             tables = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
             if tables == 0:
                 return 0
-    except sqlite3.Error as error:
+    except SQLITE_ERRORS as error:
         raise translate(error, path) from error
     if application != APPLICATION_ID:
         raise NotAStore(f"{path} is a SQLite file of another program, not a kvdb index.")
@@ -146,7 +148,7 @@ def check_migrations(connection: Connection, path: Path) -> None:
     as between two development versions."""
     try:
         applied = connection.execute("SELECT name, sha256 FROM migration_files").fetchall()
-    except sqlite3.Error as error:
+    except SQLITE_ERRORS as error:
         raise translate(error, path) from error
     if not set(applied) <= set(migration_digests()):
         raise IntegrityError(
@@ -247,7 +249,7 @@ class Database:
             else:
                 check_migrations(connection, self.path)
             self._configure(connection)
-        except sqlite3.Error as error:
+        except SQLITE_ERRORS as error:
             connection.close()
             raise translate(error, self.path) from error
         except BaseException:
@@ -277,7 +279,7 @@ class Database:
             connection.execute("PRAGMA synchronous = FULL")
             applied = apply_migrations(connection)
             self._configure(connection)
-        except sqlite3.Error as error:
+        except SQLITE_ERRORS as error:
             raise translate(error, self.path) from error
         return applied
 
@@ -290,7 +292,7 @@ class Database:
             connection.execute("PRAGMA query_only = ON")
             connection.execute("PRAGMA cache_size = -16000")
             connection.execute("PRAGMA temp_store = MEMORY")
-        except sqlite3.Error as error:
+        except SQLITE_ERRORS as error:
             connection.close()
             raise translate(error, self.path) from error
         return connection
@@ -333,7 +335,7 @@ class Database:
         try:
             connection.execute("BEGIN")
             yield connection
-        except sqlite3.Error as error:
+        except SQLITE_ERRORS as error:
             raise translate(error, self.path) from error
         finally:
             self._local.connection = None
@@ -381,7 +383,7 @@ class Database:
                     connection.execute("PRAGMA synchronous = FULL")
                 with immediate(connection):
                     yield connection
-            except sqlite3.Error as error:
+            except SQLITE_ERRORS as error:
                 raise translate(error, self.path) from error
             finally:
                 if raised:
@@ -408,7 +410,7 @@ class Database:
                 busy, frames, moved = connection.execute(
                     f"PRAGMA wal_checkpoint({mode})"
                 ).fetchone()
-            except sqlite3.Error as error:
+            except SQLITE_ERRORS as error:
                 raise translate(error, self.path) from error
         return not busy and frames == moved
 
@@ -419,7 +421,7 @@ class Database:
             copy.execute("PRAGMA journal_mode = DELETE")
             with self.read() as connection:
                 connection.backup(copy)
-        except sqlite3.Error as error:
+        except SQLITE_ERRORS as error:
             raise translate(error, self.path) from error
         finally:
             copy.close()
