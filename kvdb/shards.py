@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from kvdb.errors import IntegrityError, UsageError
 from kvdb.identity import (
@@ -191,6 +192,7 @@ def encode_shard(
         "blocks": records,
         "parts": parts,
     }
+    metadata["checksum"] = description_checksum(metadata, header)
     header["__metadata__"] = {"kvdb": canonical_json(metadata)}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -201,6 +203,14 @@ def encode_shard(
     ]
     head = memoryview(struct.pack("<Q", len(encoded)) + encoded)
     return [head, *buffers], placed, base + position
+
+
+def description_checksum(document: dict[str, Any], header: dict[str, Any]) -> str:
+    """xxh3-128 (hex) of all that a header says but for this checksum: block hashes do not cover
+    names, depths, builds and codecs."""
+    said = {key: value for key, value in document.items() if key != "checksum"}
+    tensors = {key: value for key, value in header.items() if key != "__metadata__"}
+    return xxhash.xxh3_128_hexdigest(canonical_json([said, tensors]).encode())
 
 
 def _block_document(block: ShardBlock) -> dict[str, Any]:
@@ -268,6 +278,8 @@ def read_shard_content(path: Path) -> ShardContent:
             document = json.loads(header["__metadata__"]["kvdb"])
             if document["format"] != FORMAT_VERSION:
                 raise IntegrityError(f"Shard format {document['format']} is not known.")
+            if document["checksum"] != description_checksum(document, header):
+                raise IntegrityError("A shard's description is damaged.")
             namespace = NamespaceRecord.from_document(document["namespace"])
             base = file.tell()
             _check_extents(header, size - base)

@@ -335,7 +335,7 @@ def _swap(fs: FileSystem, root: Path, new: Path, environment: Environment) -> Pa
 def _absorb_wal(path: Path) -> None:
     """Move an index's WAL into it, if SQLite can still open it: else a crash before the rename
     would leave it without its newest commits."""
-    with contextlib.suppress(KvdbError, *driver.SQLITE_ERRORS):
+    with contextlib.suppress(KvdbError, driver.sqlite3.Error, UnicodeDecodeError):
         connection = driver.connect(path)
         try:
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()

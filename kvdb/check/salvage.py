@@ -32,14 +32,14 @@ def recover_rest(database: Database, root: Path) -> tuple[int, list[str]]:
             old = driver.connect(source, read_only=True, immutable=name == BACKUP_NAME)
         except OutOfSpace:
             raise  # the old index may be sound: with room it is read
-        except (KvdbError, *driver.SQLITE_ERRORS):
+        except (KvdbError, driver.sqlite3.Error, UnicodeDecodeError):
             continue
         try:
             driver.schema_state(old, source)
             rest = _read_rest(old, own_columns)
         except StoreTooNew:
             raise
-        except (KvdbError, *driver.SQLITE_ERRORS):
+        except (KvdbError, driver.sqlite3.Error, UnicodeDecodeError):
             continue
         finally:
             old.close()

@@ -22,6 +22,7 @@ from kvdb.check import rebuild
 from kvdb.durable import FileSystem
 from kvdb.errors import IntegrityError, KvdbError, UsageError
 from kvdb.history import RequestRecord
+from kvdb.shards import description_checksum
 from kvdb.store import Store
 from kvdb.writer import Payload
 from tests.support import (
@@ -310,6 +311,7 @@ def test_a_shard_that_lies_is_skipped_and_the_rest_is_rebuilt(
     header = json.loads(data[8 : 8 + length])
     document = json.loads(header["__metadata__"]["kvdb"])
     document["blocks"][0][field] = value
+    document["checksum"] = description_checksum(document, header)
     header["__metadata__"]["kvdb"] = json.dumps(document)
     text = json.dumps(header).encode()
     file.chmod(0o600)
