@@ -21,7 +21,7 @@ from kvdb.durable import FileSystem, publish
 from kvdb.errors import KvdbError
 from kvdb.history import trim_history
 from kvdb.identity import ROOT_PARENT, Checksum, encode_extra, extra_by_block
-from kvdb.limit import Limit
+from kvdb.limit import Limit, on_disk
 from kvdb.reader import ShardReader
 from kvdb.retention import Retention
 from kvdb.shards import (
@@ -258,7 +258,8 @@ class Committer:
                 return "quota"
         while True:
             with self._database.write() as connection:
-                excess = self._limit.used(connection) + shard.nbytes - self._limit.max_bytes
+                used = self._limit.used(connection) + on_disk(shard.nbytes)
+                excess = used - self._limit.max_bytes
                 if excess <= 0:
                     shard.uuid = self._environment.new_uuid()
                     (shard.id,) = connection.execute(

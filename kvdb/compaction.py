@@ -19,7 +19,7 @@ from kvdb.driver import Database
 from kvdb.durable import FileSystem, publish
 from kvdb.errors import disk_error
 from kvdb.identity import decode_extra
-from kvdb.limit import Limit
+from kvdb.limit import Limit, on_disk
 from kvdb.reader import Damaged, Location, ShardReader
 from kvdb.retention import Retention
 from kvdb.shards import ShardBlock, ShardPart, encode_shard, shard_path, temp_path
@@ -184,7 +184,7 @@ class Compactor:
         buffers, placed, nbytes = encode_shard(record, [item.block() for item in blocks])
         uuid = self._environment.new_uuid()
         with self._database.write() as connection:
-            if self._limit.used(connection) + nbytes > self._limit.max_bytes:
+            if self._limit.used(connection) + on_disk(nbytes) > self._limit.max_bytes:
                 return False
             (shard_id,) = connection.execute(
                 index.INSERT_SHARD,

@@ -16,6 +16,15 @@ MIN_MAX_BYTES = 16 << 20
 WAL_RESERVE_BYTES = (1000 * 4096) + (1 << 20)
 
 
+# A block of the file system for each of up to 256 folders of shards, and for those above them.
+FOLDERS_RESERVE_BYTES = 260 * 4096
+
+
+def on_disk(nbytes: int) -> int:
+    """What a file of ``nbytes`` takes on the disk, in blocks of 4 KiB."""
+    return -(-nbytes // 4096) * 4096
+
+
 def volume_bytes(path: Path) -> tuple[int, int]:
     """(size, free for us) of the file system under ``path``, in bytes."""
     status = os.statvfs(path)
@@ -56,7 +65,8 @@ class Limit:
         return self.max_bytes // 4
 
     def used(self, connection: Connection) -> int:
-        """Bytes of shards (live, dead and being written) and of the files beside them."""
+        """Bytes on the disk, as du counts them, of shards (live, dead and being written), of the
+        files beside them, and of folders."""
         (shards,) = connection.execute(
             "SELECT value FROM counters WHERE name = 'shard_bytes'"
         ).fetchone()
@@ -71,11 +81,12 @@ class Limit:
             except FileNotFoundError:
                 continue  # a temporary file of another process
             if stat.S_ISREG(status.st_mode):
+                size = on_disk(status.st_size)
                 if entry.name.endswith("-wal"):
-                    wal += status.st_size
+                    wal += size
                 else:
-                    beside += status.st_size
-        return int(shards) + beside + max(wal, WAL_RESERVE_BYTES)
+                    beside += size
+        return int(shards) + beside + max(wal, WAL_RESERVE_BYTES) + FOLDERS_RESERVE_BYTES
 
     def wal_bytes(self) -> int:
         """Size of the index's WAL."""

@@ -218,14 +218,18 @@ WHEN new.state <> old.state OR new.queue <> old.queue BEGIN
     UPDATE counters SET value = value - 1 WHERE name = old.state || '_' || old.queue;
     UPDATE counters SET value = value + 1 WHERE name = new.state || '_' || new.queue;
 END;
+-- shard_bytes is what shards take on the disk, in file system blocks of 4 KiB.
 CREATE TRIGGER shards_added AFTER INSERT ON shards BEGIN
-    UPDATE counters SET value = value + new.nbytes WHERE name = 'shard_bytes';
+    UPDATE counters SET value = value + (new.nbytes + 4095) / 4096 * 4096
+        WHERE name = 'shard_bytes';
 END;
 CREATE TRIGGER shards_resized AFTER UPDATE OF nbytes ON shards BEGIN
-    UPDATE counters SET value = value + new.nbytes - old.nbytes WHERE name = 'shard_bytes';
+    UPDATE counters SET value = value + (new.nbytes + 4095) / 4096 * 4096
+        - (old.nbytes + 4095) / 4096 * 4096 WHERE name = 'shard_bytes';
 END;
 CREATE TRIGGER shards_removed AFTER DELETE ON shards BEGIN
-    UPDATE counters SET value = value - old.nbytes WHERE name = 'shard_bytes';
+    UPDATE counters SET value = value - (old.nbytes + 4095) / 4096 * 4096
+        WHERE name = 'shard_bytes';
 END;
 
 INSERT INTO counters (name, value) VALUES

@@ -55,7 +55,7 @@ SELECT n.id, n.live_blocks, n.live_tokens, n.live_bytes,
 FROM namespaces AS n
 """
 COUNTER_TOTALS = """
-SELECT 'shard_bytes' AS name, coalesce(sum(nbytes), 0) AS value FROM shards
+SELECT 'shard_bytes' AS name, coalesce(sum((nbytes + 4095) / 4096 * 4096), 0) AS value FROM shards
 UNION ALL SELECT 'live_cold', count(*) FROM blocks WHERE state = 'live' AND queue = 'cold'
 UNION ALL SELECT 'live_hot', count(*) FROM blocks WHERE state = 'live' AND queue = 'hot'
 UNION ALL SELECT 'evicted_cold', count(*) FROM blocks WHERE state = 'evicted' AND queue = 'cold'
