@@ -47,6 +47,9 @@ SQLITE_ERRORS: tuple[type[Exception], ...] = (sqlite3.Error, UnicodeDecodeError)
 IDLE_READERS = 8
 # What a WAL that grew beyond it is cut to when it starts anew.
 WAL_SIZE_LIMIT = 4 << 20
+# From this size on every writer tries to start the WAL anew, waiting this long for short readers.
+WAL_RESTART_BYTES = 2 << 20
+WAL_WAIT_MS = 50
 
 
 def has_wal_reset_bug(version: str = SQLITE_VERSION) -> bool:
@@ -220,6 +223,7 @@ class Database:
         self._in_use = 0
         self._readers = threading.Condition()
         self._closed = False
+        self._retry_wal_at = 0
         self._pid = os.getpid()
         self._copy: tempfile.TemporaryDirectory[str] | None = None
         self._writer: Connection | None = None
@@ -383,11 +387,32 @@ class Database:
                     connection.execute("PRAGMA synchronous = FULL")
                 with immediate(connection):
                     yield connection
+                self._restart_wal(connection)
             except SQLITE_ERRORS as error:
                 raise translate(error, self.path) from error
             finally:
                 if raised:
                     connection.execute("PRAGMA synchronous = NORMAL")
+
+    def _restart_wal(self, connection: Connection) -> None:
+        """Cut a WAL that grew: with many readers some always looks at it, and an automatic
+        checkpoint, which waits for none, would never let it start anew."""
+        size = self._wal_bytes()
+        if size < max(WAL_RESTART_BYTES, self._retry_wal_at):
+            return
+        connection.execute(f"PRAGMA busy_timeout = {WAL_WAIT_MS}")
+        try:
+            (busy, *_) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        finally:
+            connection.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_SECONDS * 1000)}")
+        # A reader that stays is not waited for again until there is reason to.
+        self._retry_wal_at = size + WAL_RESTART_BYTES // 2 if busy else 0
+
+    def _wal_bytes(self) -> int:
+        try:
+            return self.path.with_name(self.path.name + "-wal").stat().st_size
+        except OSError:
+            return 0
 
     def _require_writer(self) -> tuple[Connection, WriterLock]:
         if self._pid != os.getpid():
