@@ -147,11 +147,7 @@ def table(
         widths = terminal.fitted([*([headers] if headers else []), *texts], numeric, room)
         if widths is None:
             return terminal.records(headers or [""] * len(numeric), texts, room)
-
-        def cut(row: Sequence[str]) -> list[str]:
-            return [terminal.shorten(text, most) for text, most in zip(row, widths, strict=False)]
-
-        headers, texts = cut(headers), [cut(row) for row in texts]
+        return terminal.grid(headers, texts, numeric, widths)
     align = ["right" if number else "left" for number in numeric] or None
     text: str = tabulate(
         texts, headers=headers, tablefmt=style, disable_numparse=True, colalign=align

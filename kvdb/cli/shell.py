@@ -71,11 +71,12 @@ def shell(mode: str, limit: int, timeout: float) -> None:
         import platformdirs
 
         from kvdb.shell import repl
+        from kvdb.shell.schema import LiveSchema
 
         if terminal.is_terminal():
             session.show = repl.page
         history = repl.open_history(platformdirs.user_state_path("kvdb") / "shell_history")
-        prompt = repl.make_prompt(repl.make_schema_reader(session), history)
+        prompt = repl.make_prompt(LiveSchema(store), history)
         _say(f"{store.path}: .help lists commands, Ctrl-D leaves.")
         repl.interact(session, process, prompt)
 

@@ -82,19 +82,43 @@ def fitted(cells: Sequence[Sequence[str]], numeric: Sequence[bool], room: int) -
     return widths
 
 
+def grid(
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    numeric: Sequence[bool],
+    widths: Sequence[int],
+) -> str:
+    """A table with columns of these widths: what does not fit is cut, numbers stand right."""
+
+    def line(cells: Sequence[str]) -> str:
+        cut = [shorten(cell, most) for cell, most in zip(cells, widths, strict=True)]
+        padded = [
+            " " * (most - width(cell)) + cell if number else cell + " " * (most - width(cell))
+            for cell, most, number in zip(cut, widths, numeric, strict=True)
+        ]
+        return (" " * GAP).join(padded).rstrip()
+
+    head = [line(headers), (" " * GAP).join("-" * most for most in widths)] if headers else []
+    return "\n".join([*head, *map(line, rows)])
+
+
 def records(names: Sequence[str], rows: Sequence[Sequence[str]], room: int | None) -> str:
     """Each row as lines ``name  value``: for what is wider than the terminal."""
-    label = max(map(width, names), default=0)
+    label = max(map(width, names), default=0) + GAP
+    aligned = room is None or label <= room // 2
     blocks = []
     for row in rows:
         lines: list[str] = []
         for name, value in zip(names, row, strict=True):
-            padded = name + " " * (label - width(name) + GAP)
-            if room is None or width(padded) + width(value) <= room:
-                lines.append((padded + value).rstrip())
-                continue
-            lines.append(shorten(name, room))
-            lines += ["  " + piece for piece in wrapped(value, max(room - 2, 1))]
+            begin = name + " " * (label - width(name)) if aligned else f"{name}: "
+            if room is None or width(begin) + width(value) <= room:
+                lines.append((begin + value).rstrip())
+            elif aligned:
+                first, *more = wrapped(value, room - label)
+                lines += [begin + first, *(" " * label + piece for piece in more)]
+            else:
+                lines.append(shorten(f"{name}:", room))
+                lines += ["  " + piece for piece in wrapped(value, max(room - 2, 1))]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 

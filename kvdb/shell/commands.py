@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvdb import functions
 from kvdb.shell import domain
-from kvdb.shell.schema import read_schema
+from kvdb.shell.schema import LiveSchema
 from kvdb.shell.session import MODES, Leave, Session, ShellError
 
 FIND_SCHEMA = """
@@ -75,12 +75,8 @@ def _help(session: Session, arguments: list[str]) -> None:
 
 
 def _tables(session: Session, arguments: list[str]) -> None:
-    schema = read_schema(session.store)
-    rows = [
-        (name, "view" if name in schema.views else "table", len(columns))
-        for name, columns in schema.columns.items()
-    ]
-    session.show_rows(("name", "kind", "columns"), rows)
+    rows = [(t.name, t.kind, t.meaning) for t in LiveSchema(session.store)().tables.values()]
+    session.show_rows(("name", "kind", "meaning"), rows)
 
 
 def _schema(session: Session, arguments: list[str]) -> None:

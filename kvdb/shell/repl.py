@@ -25,7 +25,7 @@ from kvdb.cli.interrupts import noted_interrupts
 from kvdb.errors import KvdbError
 from kvdb.sandbox import SandboxProcess
 from kvdb.shell.completion import SqlCompleter
-from kvdb.shell.schema import Schema, read_schema
+from kvdb.shell.schema import Schema
 from kvdb.shell.session import Leave, Session, write_out
 from kvdb.shell.split import Entry, cut, is_complete
 
@@ -142,8 +142,3 @@ def entries(typed: str) -> list[Entry]:
     statements, rest, empty = cut(text)
     texts = [statement for statement, *_ in statements if statement]
     return [Entry(piece, 1) for piece in (texts if empty else [*texts, rest.strip()])]
-
-
-def make_schema_reader(session: Session) -> Callable[[], Schema]:
-    """The live schema, read again after each entry."""
-    return lambda: read_schema(session.store)

@@ -136,7 +136,16 @@ def test_new_rows_are_seen_and_nothing_is_left(filled: Path) -> None:
 
 def test_the_program_stops_bombs_too(filled: Path) -> None:
     """As a process of its own, with all its output: time from the same program's shortest run."""
-    program = [sys.executable, "-m", "kvdb", "--store", str(filled), "query", "--limit", "999999999"]
+    program = [
+        sys.executable,
+        "-m",
+        "kvdb",
+        "--store",
+        str(filled),
+        "query",
+        "--limit",
+        "999999999",
+    ]
 
     def run(sql: str, *more: str) -> tuple[float, int, int, str]:
         started = time.monotonic()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from kvdb import RequestRecord
@@ -14,7 +12,7 @@ from tests.support import open_namespace, put_all, random_tokens
 
 
 @pytest.fixture
-def full(store: Store) -> Iterator[Store]:
+def full(store: Store) -> Store:
     namespace = open_namespace(store)
     put_all(store, namespace, random_tokens(1, 40))
     for number in range(5):
@@ -22,7 +20,7 @@ def full(store: Store) -> Iterator[Store]:
             RequestRecord(number, namespace.id, 1, 0, 0, 1, 0, "none", tenant="ab"[number % 2])
         )
     store.flush()
-    yield store
+    return store
 
 
 def state(store: Store) -> list[tuple[object, ...]]:
