@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from kvdb.driver import Connection
 from kvdb.errors import UsageError
+from kvdb.segments import Segment, dump_segments
 
 MAX_TEXT = 32_768
 SKIPS = ("full", "refill", "partial", "approximate", "none")
@@ -15,7 +16,9 @@ SKIPS = ("full", "refill", "partial", "approximate", "none")
 class RequestRecord:
     """A row of ``requests``: what was asked, restored, refilled and computed, how long each part
     took (milliseconds), and why it missed. ``touched`` are the ids of the blocks it used;
-    ``tip_hash`` is the block that its prompt and answer end in: ``tip_id`` in the row."""
+    ``tip_hash`` is the block that its prompt and answer end in: ``tip_id`` in the row.
+    ``segments`` are the parts of its prompt, ``unstored`` is why not all of its state was kept:
+    both are in the row's ``segments``."""
 
     started_at: int
     namespace_id: int | None
@@ -30,7 +33,7 @@ class RequestRecord:
     client: str = ""
     miss_reason: str | None = None
     deepest_block_id: int | None = None
-    segments: str | None = None
+    segments: tuple[Segment, ...] = ()
     bytes_read: int = 0
     load_ms: float | None = None
     lookup_ms: float | None = None
@@ -40,6 +43,7 @@ class RequestRecord:
     total_ms: float | None = None
     touched: tuple[int, ...] = ()
     tip_hash: bytes | None = None
+    unstored: str | None = None
 
     def __post_init__(self) -> None:
         """Raise UsageError for a row that the table would refuse."""
@@ -58,7 +62,8 @@ class RequestRecord:
             raise UsageError("Restored, refilled, computed and masked must add up to the prompt.")
 
 
-_COLUMNS = tuple(f.name for f in fields(RequestRecord) if f.name not in ("touched", "tip_hash"))
+NO_COLUMNS = ("touched", "tip_hash", "unstored")
+_COLUMNS = tuple(f.name for f in fields(RequestRecord) if f.name not in NO_COLUMNS)
 INSERT_REQUEST = (
     f"INSERT INTO requests ({', '.join(_COLUMNS)}, tip_id) "  # noqa: S608 - our own field names
     f"VALUES ({', '.join('?' * len(_COLUMNS))}, (SELECT id FROM blocks WHERE hash = ?))"
@@ -79,8 +84,9 @@ TRIM_EVICTIONS = (
 
 def insert_request(connection: Connection, record: RequestRecord) -> None:
     """Write one row."""
-    values = [_storable(getattr(record, name)) for name in _COLUMNS]
-    connection.execute(INSERT_REQUEST, [*values, record.tip_hash])
+    values = {name: _storable(getattr(record, name)) for name in _COLUMNS}
+    values["segments"] = dump_segments(record.segments, record.unstored)
+    connection.execute(INSERT_REQUEST, [*values.values(), record.tip_hash])
 
 
 def trim_history(connection: Connection, most: int) -> None:
@@ -93,6 +99,4 @@ def _storable(value: object) -> object:
     """Text as SQLite takes it: no lone surrogates, and no longer than history is worth."""
     if not isinstance(value, str):
         return value
-    if len(value) > MAX_TEXT:
-        return None if value.startswith("[") else value[:MAX_TEXT]
-    return value.encode("utf-8", "replace").decode()
+    return value[:MAX_TEXT].encode("utf-8", "replace").decode()

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -454,11 +455,13 @@ class Store(Upkeep):
 
     # -- history and queries -----------------------------------------------------------------
 
-    def record(self, record: RequestRecord) -> None:
-        """Write one request's row and count a use of its blocks, in the background."""
+    def record(self, record: RequestRecord, tickets: Items[Ticket] = ()) -> None:
+        """Write one request's row and count a use of its blocks, in the background, after its
+        puts: what one of their ``tickets`` says was dropped becomes ``unstored``."""
 
         def write(connection: Any) -> None:
-            insert_request(connection, record)
+            dropped = next((ticket.reason for ticket in tickets if ticket.reason), None)
+            insert_request(connection, replace(record, unstored=record.unstored or dropped))
             if record.touched:
                 retention.touch(connection, record.touched, index.next_tick(connection))
 

@@ -72,6 +72,11 @@ class Ticket:
     def done(self) -> bool:
         return self._done.is_set()
 
+    @property
+    def reason(self) -> str | None:
+        """Why blocks were dropped, as far as is known now."""
+        return self._reason
+
     def count(self, *, stored: int = 0, present: int = 0) -> None:
         self._stored += stored
         self._present += present
@@ -130,7 +135,9 @@ class Writer:
         self._queue_bytes = queue_bytes
         self._group_bytes = group_bytes
         self._jobs: deque[PutJob] = deque()
-        self._tasks: deque[Task] = deque()
+        # Each with the number of jobs queued before it, which are to be committed first.
+        self._tasks: deque[tuple[int, Task]] = deque()
+        self._queued = self._taken = 0
         self._bytes = 0
         self._busy = False
         self._closing = False
@@ -165,15 +172,16 @@ class Writer:
                 job.ticket.finish()
                 return dropped
             self._jobs.append(job)
+            self._queued += 1
             self._bytes += job.nbytes
             self._condition.notify_all()
             return dropped
 
     def submit_task(self, task: Task) -> None:
-        """Queue a small index write; it is committed with the next group."""
+        """Queue a small index write; it is committed with or after all jobs queued before it."""
         with self._condition:
             if not self._closing and not self._failed:
-                self._tasks.append(task)
+                self._tasks.append((self._queued, task))
                 self._condition.notify_all()
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -246,8 +254,10 @@ class Writer:
         while self._jobs and (not jobs or size + self._jobs[0].nbytes <= self._group_bytes):
             jobs.append(self._jobs.popleft())
             size += jobs[-1].nbytes
-        tasks = list(self._tasks)
-        self._tasks.clear()
+        self._taken += len(jobs)
+        tasks: list[Task] = []
+        while self._tasks and self._tasks[0][0] <= self._taken:
+            tasks.append(self._tasks.popleft()[1])
         return jobs, tasks
 
     def _finish(self, jobs: Sequence[PutJob]) -> None:
