@@ -340,10 +340,10 @@ class Generation:
                 first_token_ms=self._first_token_ms,
                 total_ms=stats.total_ms,
                 touched=self._touched,
-                segments=tuple(self._given.segments),
                 unstored=self._unstored(),
             ),
             () if self._recorder is None else self._recorder.tickets,
+            self._given.segments,
         )
 
     def _unstored(self) -> str | None:

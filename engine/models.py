@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,8 @@ HUB_FILES = [
     "*.jinja",
 ]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+# Weights up to this size are read to name a model, though nobody loads it.
+QUICK_BYTES = 256 << 20
 CONTEXT_KEYS = (
     "max_position_embeddings",
     "n_positions",
@@ -231,6 +233,29 @@ def load(name: str, options: ModelOptions) -> LoadedModel:
         options,
         time.perf_counter() - started,
     )
+
+
+def quick_identity(folder: Path, options: ModelOptions) -> ModelIdentity:
+    """The identity of a model that is not loaded. Where its weights' digests are not remembered
+    and reading them takes long, ``weights`` is empty. Raises ModelError."""
+    config = {**read_config(folder), **options.config}
+    adapters = () if options.adapter is None else (options.adapter,)
+    memory = DigestMemory(cache_folder())
+    try:
+        unknown = [path for path in weight_files(folder) if not memory.knows(path)]
+        known = sum(path.stat().st_size for path in unknown) <= QUICK_BYTES
+        identity = model_identity(
+            folder,
+            config,
+            memory,
+            adapters=adapters,
+            overrides=options.config,
+            weights=weight_files(folder) if known else (),
+        )
+    except OSError as error:
+        raise ModelError(f"The model in {folder} cannot be read: {error}.") from error
+    memory.save()
+    return identity if known else replace(identity, weights="")
 
 
 def _load(folder: Path, options: ModelOptions) -> tuple[CountingModel, Any | None, dict[str, Any]]:

@@ -14,6 +14,7 @@ from engine.events import Reuse
 from kvdb.errors import KvdbError
 from kvdb.history import RequestRecord
 from kvdb.identity import Tokens
+from kvdb.segments import Segment
 from kvdb.writer import Payload, Ticket
 
 if TYPE_CHECKING:
@@ -116,9 +117,14 @@ class Storage:
             None,
         )
 
-    def record(self, record: RequestRecord, tickets: Sequence[Ticket]) -> None:
+    def record(
+        self,
+        record: RequestRecord,
+        tickets: Sequence[Ticket],
+        segments: Callable[[], Sequence[Segment]],
+    ) -> None:
         if not self.store.read_only:
-            self._try(lambda: self.store.record(record, tickets), None)
+            self._try(lambda: self.store.record(record, tickets, segments), None)
 
     def _try(self, action: Callable[[], T], otherwise: T) -> T:
         try:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.events import FinishReason, Request
+
+
 class StopFinder:
     """Finds stop texts in a stream of pieces, holding back what may still become one."""
 

@@ -1,7 +1,7 @@
 """The parts of a prompt, as ``requests.segments`` keeps them: messages, tools, the system prompt.
 
-In JSON: a list of ``{"kind", "role", "index", "name", "end", "digest", "count"}``, in order, without
-what does not apply. ``end`` is the number of prompt tokens up to the end of that part.
+In JSON: a list of ``{"kind", "role", "index", "name", "end", "digest", "count"}``, in order,
+without what does not apply. ``end`` is the number of prompt tokens up to the end of that part.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -118,6 +119,14 @@ class PutJob:
 Commit = Callable[[Sequence[PutJob], Sequence[Task]], None]
 
 
+class _Waiting(NamedTuple):
+    """A small write, and how many jobs were queued before it."""
+
+    after: int
+    write: Task
+    prepare: Callable[[], None] | None
+
+
 class Writer:
     """The queue and its thread. ``commit`` stores a group (see :class:`kvdb.commit.Committer`)."""
 
@@ -135,8 +144,7 @@ class Writer:
         self._queue_bytes = queue_bytes
         self._group_bytes = group_bytes
         self._jobs: deque[PutJob] = deque()
-        # Each with the number of jobs queued before it, which are to be committed first.
-        self._tasks: deque[tuple[int, Task]] = deque()
+        self._tasks: deque[_Waiting] = deque()
         self._queued = self._taken = 0
         self._bytes = 0
         self._busy = False
@@ -177,11 +185,12 @@ class Writer:
             self._condition.notify_all()
             return dropped
 
-    def submit_task(self, task: Task) -> None:
-        """Queue a small index write; it is committed with or after all jobs queued before it."""
+    def submit_task(self, task: Task, prepare: Callable[[], None] | None = None) -> None:
+        """Queue a small index write; it is committed with or after all jobs queued before it.
+        ``prepare`` is run before, outside of the transaction."""
         with self._condition:
             if not self._closing and not self._failed:
-                self._tasks.append((self._queued, task))
+                self._tasks.append(_Waiting(self._queued, task, prepare))
                 self._condition.notify_all()
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -226,9 +235,12 @@ class Writer:
                 job.ticket.drop("closed")
                 job.ticket.finish()
 
-    def _commit_safely(self, jobs: Sequence[PutJob], tasks: Sequence[Task]) -> None:
+    def _commit_safely(self, jobs: Sequence[PutJob], tasks: Sequence[_Waiting]) -> None:
         try:
-            self._commit(jobs, tasks)
+            for task in tasks:
+                if task.prepare is not None:
+                    task.prepare()
+            self._commit(jobs, [task.write for task in tasks])
         except (KvdbError, OSError) as error:
             self._say(f"not stored: {error}")
             reason = type(error).__name__
@@ -248,16 +260,16 @@ class Writer:
             log.warning("%s", message)
             self._said = (message, now)
 
-    def _take(self) -> tuple[list[PutJob], list[Task]]:
+    def _take(self) -> tuple[list[PutJob], list[_Waiting]]:
         jobs: list[PutJob] = []
         size = 0
         while self._jobs and (not jobs or size + self._jobs[0].nbytes <= self._group_bytes):
             jobs.append(self._jobs.popleft())
             size += jobs[-1].nbytes
         self._taken += len(jobs)
-        tasks: list[Task] = []
-        while self._tasks and self._tasks[0][0] <= self._taken:
-            tasks.append(self._tasks.popleft()[1])
+        tasks: list[_Waiting] = []
+        while self._tasks and self._tasks[0].after <= self._taken:
+            tasks.append(self._tasks.popleft())
         return jobs, tasks
 
     def _finish(self, jobs: Sequence[PutJob]) -> None:

@@ -2,7 +2,8 @@
 
 Spans of characters come from the template, token ends from one tokenization with offsets, so the
 cost grows with the prompt and not with its square. Whether a template is *prefix-stable* (what it
-writes for a message does not depend on later ones) is another question, asked by rendering prefixes.
+writes for a message does not depend on later ones) is another question, asked by rendering
+prefixes.
 """
 
 from __future__ import annotations
@@ -44,14 +45,18 @@ def chat_segments(
     if not spans:
         return []
     segments: list[Segment] = []
-    done = 0
+    start = done = 0
     for owner, end in _pieces(spans, len(text)):
         count = int(np.searchsorted(ends, end, side="right"))
         if end == len(text):
             count = len(ends)
         if count > done:
-            segments.append(_segment(owner, count, messages, tools or (), first=not segments))
+            # Many templates write the first message outside their loop, when it is the system's.
+            if owner is None and not segments and _is_system(messages[0]):
+                owner = Span("message", 0, start, end)
+            segments.append(_segment(owner, count, messages, tools or (), text[start:end]))
             done = count
+        start = end
     return segments
 
 
@@ -124,25 +129,21 @@ def _pieces(spans: Sequence[Span], length: int) -> Iterator[tuple[Span | None, i
         yield None, length
 
 
-def _segment(
-    owner: Span | None, end: int, messages: Messages, tools: Tools, *, first: bool
-) -> Segment:
-    if owner is not None and owner.kind == "tool":
-        tool = tools[owner.index]
-        return Segment(
-            "tool", end, index=owner.index, name=tool_name(tool), digest=content_digest(tool)
-        )
-    # Many templates write the first message outside their loop, when it is the system's.
-    index = owner.index if owner is not None else 0 if first else None
-    if index is None:
-        return Segment("template", end)
-    message = messages[index]
-    if message.get("role") in ("system", "developer"):
-        return Segment("system", end, role="system", index=index, digest=_digest(message))
+def _segment(owner: Span | None, end: int, messages: Messages, tools: Tools, text: str) -> Segment:
     if owner is None:
-        return Segment("template", end)
-    role = message.get("role")
-    return Segment("message", end, role=str(role), index=index, digest=_digest(message))
+        return Segment("template", end, digest=content_digest(text))
+    if owner.kind == "tool":
+        tool = tools[owner.index]
+        name, digest = tool_name(tool), content_digest(tool)
+        return Segment("tool", end, index=owner.index, name=name, digest=digest)
+    message = messages[owner.index]
+    kind = "system" if _is_system(message) else "message"
+    role = str(message.get("role"))
+    return Segment(kind, end, role=role, index=owner.index, digest=_digest(message))
+
+
+def _is_system(message: Mapping[str, Any]) -> bool:
+    return message.get("role") in ("system", "developer")
 
 
 def _digest(message: Mapping[str, Any]) -> str:

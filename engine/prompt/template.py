@@ -81,16 +81,26 @@ class ChatTemplate:
             return None
         if _MARK.sub("", marked) != text:
             return None
-        ends: dict[tuple[str, int, str], int] = {}
+        starts: dict[tuple[str, int], int] = {}
+        ends: dict[tuple[str, int], int] = {}
+        open_: set[tuple[str, int]] = set()
         removed = 0
         for mark in _MARK.finditer(marked):
-            # Templates look through the messages before they write: the last round counts.
-            ends[mark[1], int(mark[2]), mark[3]] = mark.start() - removed
+            at, key = mark.start() - removed, (mark[1], int(mark[2]))
             removed += len(mark[0])
-        found = []
-        for (kind, index, side), start in ends.items():
-            if side == "s" and (end := ends.get((kind, index, "e"), start)) > start:
-                found.append(Span("message" if kind == "m" else "tool", index, start, end))
+            # Marks may nest: the outer ones count. And templates look through the messages before
+            # they write them: the last round counts.
+            if mark[3] == "e":
+                ends[key] = at
+                open_.discard(key)
+            elif key not in open_:
+                starts[key] = at
+                open_.add(key)
+        found = [
+            Span("message" if kind == "m" else "tool", index, start, ends[kind, index])
+            for (kind, index), start in starts.items()
+            if ends.get((kind, index), start) > start
+        ]
         return sorted(found, key=lambda span: (span.start, -span.end))
 
     def _render(

@@ -2,7 +2,7 @@
 
 transformers decides what a model's tokenizer is, and takes two seconds to import. So what it made
 of a model's files is remembered in the cache folder: the engine leaves it there, and whoever comes
-later loads it in a tenth of a second. Imports neither MLX nor, where it is remembered, transformers.
+later loads it in a tenth of a second. Imports no MLX, and no transformers where it is remembered.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class PromptTokenizer:
 def adopt(tokenizer: Any) -> PromptTokenizer | None:
     """What mlx-lm or transformers loaded, as a PromptTokenizer; None for one that is not of the
     tokenizers library."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if type(backend).__module__.partition(".")[0] != "tokenizers":
         return None
     source = getattr(tokenizer, "chat_template", None)
@@ -182,7 +182,7 @@ def _ask_transformers(folder: Path) -> Any:
             "installed."
         ) from error
     try:
-        return AutoTokenizer.from_pretrained(folder)  # type: ignore[no-untyped-call]
+        return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # whatever transformers and tokenizers make of bad files
         reason = " ".join(str(error).split()) or repr(error)
         raise ModelError(f"The tokenizer in {folder} cannot be loaded: {reason[:300]}") from error
