@@ -144,9 +144,10 @@ def table(
     if sum(len(text) for row in texts for text in row) > MAX_TABLE_CHARACTERS:
         raise OutputError("The result is too large for a table; use --csv or --nl.")
     if room is not None and texts and style in ("simple", "plain"):
-        widths = terminal.fitted([*([headers] if headers else []), *texts], numeric, room)
+        headers = headers or [""] * len(numeric)
+        widths = terminal.fitted(headers, texts, numeric, room)
         if widths is None:
-            return terminal.records(headers or [""] * len(numeric), texts, room)
+            return terminal.records(headers, texts, room)
         return terminal.grid(headers, texts, numeric, widths)
     align = ["right" if number else "left" for number in numeric] or None
     text: str = tabulate(

@@ -13,7 +13,7 @@ from wcwidth import wcswidth, wcwidth
 UNSAFE = re.compile("[\0-\x1f\x7f-\x9f\ud800-\udfff\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 NAMED = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 GAP = 2
-LEAST_COLUMN = 8
+LEAST_COLUMN, LEAST_HEADER = 8, 5
 ELLIPSIS = "…"
 
 
@@ -57,13 +57,16 @@ def shorten(text: str, most: int) -> str:
     return "".join(taken) + ELLIPSIS if most > 0 else ""
 
 
-def fitted(cells: Sequence[Sequence[str]], numeric: Sequence[bool], room: int) -> list[int] | None:
-    """The widest that each column of a table may be so that its rows, with gaps between, fit into
-    ``room``; None when they cannot. Numbers are never cut."""
-    natural = [max(map(width, column), default=0) for column in zip(*cells, strict=True)]
+def fitted(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[bool], room: int
+) -> list[int] | None:
+    """How wide each column of a table is so that its rows, with gaps between, fit into ``room``;
+    None when they cannot. Numbers are never cut."""
+    values = [max(map(width, column)) for column in zip(*rows, strict=True)]
+    natural = [max(have, width(name)) for have, name in zip(values, headers, strict=True)]
     least = [
-        have if number else min(have, LEAST_COLUMN)
-        for have, number in zip(natural, numeric, strict=True)
+        max(have, min(name, LEAST_HEADER)) if number else min(name, LEAST_COLUMN)
+        for have, name, number in zip(values, natural, numeric, strict=True)
     ]
     room -= GAP * (len(natural) - 1)
     if sum(least) > room:
@@ -98,7 +101,9 @@ def grid(
         ]
         return (" " * GAP).join(padded).rstrip()
 
-    head = [line(headers), (" " * GAP).join("-" * most for most in widths)] if headers else []
+    head = []
+    if any(headers):
+        head = [line(headers), (" " * GAP).join("-" * most for most in widths)]
     return "\n".join([*head, *map(line, rows)])
 
 
