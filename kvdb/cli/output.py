@@ -163,7 +163,9 @@ def write_json(document: object) -> None:
 
 def say(text: str = "", *, nl: bool = True) -> None:
     """Talk: to stderr."""
-    click.echo(text, err=True, nl=nl)
+    from kvdb.cli.terminal import visible
+
+    click.echo(visible(text, keep="\n\r\t"), err=True, nl=nl)
 
 
 def _write_raw(rows: Sequence[Sequence[Any]], output: Format) -> None:

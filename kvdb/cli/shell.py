@@ -55,7 +55,7 @@ def shell(mode: str, limit: int, timeout: float) -> None:
             store,
             process,
             write_out,
-            _say,
+            say,
             token_decoders(store.path),
             room=lambda: terminal.columns() if terminal.is_terminal() else None,
             interactive=interactive,
@@ -77,11 +77,5 @@ def shell(mode: str, limit: int, timeout: float) -> None:
             session.show = repl.page
         history = repl.open_history(platformdirs.user_state_path("kvdb") / "shell_history")
         prompt = repl.make_prompt(LiveSchema(store), history)
-        _say(f"{store.path}: .help lists commands, Ctrl-D leaves.")
+        say(f"{store.path}: .help lists commands, Ctrl-D leaves.")
         repl.interact(session, process, prompt)
-
-
-def _say(text: str) -> None:
-    from kvdb.cli import terminal
-
-    click.echo(terminal.visible(text, keep="\n\t"), err=True)

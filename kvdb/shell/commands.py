@@ -46,8 +46,8 @@ def run_command(session: Session, line: str) -> None:
         raise ShellError(f"{line.split()[0]}: {str(error).lower()}.") from error
     command = COMMANDS.get(name.lower())
     if command is None:
-        near = difflib.get_close_matches(name.lower(), COMMANDS, 1, 0.5)
-        hint = f"did you mean {near[0]}?" if near else "see .help."
+        near = difflib.get_close_matches(name.lower(), COMMANDS, 1)
+        hint = f"did you mean {near[0]}? See .help." if near else "see .help."
         raise ShellError(f"There is no command {name}; {hint}")
     if not command.least <= len(arguments) <= command.most:
         raise ShellError(f"It is used so: {name} {command.arguments}".rstrip() + ".")

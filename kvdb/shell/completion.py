@@ -16,7 +16,9 @@ from kvdb.shell.session import MODES
 from kvdb.shell.split import inside_literal
 
 WORD = re.compile(r"[\w.]*\Z")
-AFTER_FROM = re.compile(r"\b(?:from|join|into|update)\s+[\w,\s]*\Z", re.IGNORECASE)
+AFTER_FROM = re.compile(
+    r"\b(?:from|join|into|update)\s+(?:\w+(?:\s+(?:as\s+)?\w+)?\s*,\s*)*\w*\Z", re.IGNORECASE
+)
 KEYWORDS = """
     SELECT FROM WHERE JOIN LEFT ON USING GROUP BY HAVING ORDER LIMIT OFFSET WITH RECURSIVE AS
     UNION ALL DISTINCT AND OR NOT NULL IS IN LIKE BETWEEN CASE WHEN THEN ELSE END ASC DESC OVER

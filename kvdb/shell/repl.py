@@ -22,6 +22,7 @@ from prompt_toolkit.shortcuts import CompleteStyle
 
 from kvdb.cli import terminal
 from kvdb.cli.interrupts import noted_interrupts
+from kvdb.cli.output import say
 from kvdb.errors import KvdbError
 from kvdb.sandbox import SandboxProcess
 from kvdb.shell.completion import SqlCompleter
@@ -105,10 +106,6 @@ def page(text: str) -> None:
     # less: leave short pages alone, do not fold lines, keep the text on the screen.
     os.environ.setdefault("LESS", "-FSX")
     click.echo_via_pager(terminal.visible(text, keep="\n\t"), color=False)
-
-
-def say(text: str) -> None:
-    click.echo(terminal.visible(text, keep="\n\t"), err=True)
 
 
 def interact(session: Session, process: SandboxProcess, prompt: PromptSession[str]) -> None:
