@@ -7,6 +7,7 @@ import sys
 import click
 
 from kvdb.cli.options import open_store, store_option
+from kvdb.cli.output import say
 
 
 @click.command()

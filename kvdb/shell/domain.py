@@ -127,6 +127,8 @@ def tree(session: Session, arguments: list[str]) -> None:
 def miss(session: Session, arguments: list[str]) -> None:
     if not arguments:
         _show(session, session.ask(MISSES), "Nothing missed.")
+        if session.interactive:
+            session.say(".miss ID says why one did.")
         return
     from kvdb.explain import explain_request
 
