@@ -51,6 +51,7 @@ class RequestRecord:
     total_ms: float | None = None
     touched: tuple[int, ...] = ()
     tip_hash: bytes | None = None
+    unstored: str | None = None
 
     def __post_init__(self) -> None:
         """Raise UsageError for a row that the table would refuse."""
