@@ -8,11 +8,12 @@ ALTER TABLE requests ADD COLUMN bytes_remote INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE requests ADD COLUMN warmup_ms REAL;
 ALTER TABLE requests ADD COLUMN first_sample_ms REAL;
 ALTER TABLE requests ADD COLUMN behind_ms REAL;
+ALTER TABLE requests ADD COLUMN unstored TEXT;
 
 -- missed_prefixes reads this index alone.
 CREATE INDEX requests_by_miss
     ON requests (namespace_id, miss_reason, deepest_block_id, computed_tokens, started_at)
-    WHERE computed_tokens > 0;
+    WHERE computed_tokens > 0 AND miss_reason IS NOT NULL;
 -- The top levels of a prefix tree, without a walk through the rest.
 CREATE INDEX blocks_by_depth ON blocks (namespace_id, depth);
 
@@ -320,7 +321,7 @@ SELECT
 FROM (
     SELECT namespace_id, miss_reason, deepest_block_id, count(*) AS requests,
         sum(computed_tokens) AS computed_tokens, max(started_at) AS latest_at
-    FROM requests WHERE computed_tokens > 0
+    FROM requests WHERE computed_tokens > 0 AND miss_reason IS NOT NULL
     GROUP BY namespace_id, miss_reason, deepest_block_id
     ORDER BY computed_tokens DESC
 ) AS m;
