@@ -72,6 +72,7 @@ class SandboxProcess:
         self._temp = tempfile.TemporaryDirectory(prefix="kvdb-sandbox-")
         self._process: subprocess.Popen[str] | None = None
         self._ready = self._running = self._interrupted = self._late = False
+        self._turn = 0  # a statement's number: a late kill must not hit the next one
 
     def start(self) -> None:
         """Start the child now, so that the first statement need not wait for it."""
@@ -98,6 +99,7 @@ class SandboxProcess:
     ) -> SqlResult:
         """See :func:`run_in_child`. Raises KeyboardInterrupt after :meth:`interrupt`."""
         self._interrupted = self._late = False
+        self._turn += 1
         request = {"sql": sql, "params": _packed(params), "limit": limit, "deadline": deadline}
         try:
             result = self._exchange(json.dumps(request) + "\n", deadline + GRACE_SECONDS)
@@ -142,7 +144,7 @@ class SandboxProcess:
         if process is None or not self._running:
             return
         process.send_signal(signal.SIGINT)
-        timer = threading.Timer(GRACE_SECONDS, self._kill_interrupted, (process,))
+        timer = threading.Timer(GRACE_SECONDS, self._kill_interrupted, (process, self._turn))
         timer.daemon = True
         timer.start()
 
@@ -174,8 +176,8 @@ class SandboxProcess:
             self._late = True
             process.kill()
 
-    def _kill_interrupted(self, process: subprocess.Popen[str]) -> None:
-        if self._running and self._process is process:
+    def _kill_interrupted(self, process: subprocess.Popen[str], turn: int) -> None:
+        if self._running and self._turn == turn:
             process.kill()
 
     def _reap(self) -> None:
