@@ -68,8 +68,11 @@ class SandboxProcess:
         self, path: Path | str, *, memory: int = MEMORY_BYTES, module: str = MODULE
     ) -> None:
         self._path, self._memory, self._module = Path(path), memory, module
-        # What a killed child leaves behind lies here.
-        self._temp = tempfile.TemporaryDirectory(prefix="kvdb-sandbox-")
+        # In a folder that cannot be written the child may work on a copy of the index, which it
+        # leaves behind when it is killed.
+        self._temp: tempfile.TemporaryDirectory[str] | None = None
+        if not os.access(self._path, os.W_OK):
+            self._temp = tempfile.TemporaryDirectory(prefix="kvdb-sandbox-")
         self._process: subprocess.Popen[str] | None = None
         self._ready = self._running = self._interrupted = self._late = False
         self._turn = 0  # a statement's number: a late kill must not hit the next one
@@ -85,7 +88,11 @@ class SandboxProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             encoding="ascii",
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": self._temp.name},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(paths),
+                **({} if self._temp is None else {"TMPDIR": self._temp.name}),
+            },
             start_new_session=True,  # the terminal's ^C goes to the parent, which decides
         )
 
@@ -151,7 +158,8 @@ class SandboxProcess:
     def close(self) -> None:
         """End the child. Idempotent."""
         self._reap()
-        self._temp.cleanup()
+        if self._temp is not None:
+            self._temp.cleanup()
 
     def __enter__(self) -> SandboxProcess:
         return self

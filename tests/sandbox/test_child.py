@@ -124,7 +124,7 @@ def test_a_child_that_dies_is_an_error_and_the_next_one_works(filled: Path) -> N
         assert process.run("SELECT 1").rows == [(1,)]
 
 
-def test_new_rows_are_seen_and_nothing_is_left(filled: Path) -> None:
+def test_new_rows_are_seen_and_the_child_ends(filled: Path) -> None:
     import kvdb
     from kvdb import RequestRecord
 
@@ -134,9 +134,7 @@ def test_new_rows_are_seen_and_nothing_is_left(filled: Path) -> None:
             store.record(RequestRecord(9, None, 1, 0, 0, 1, 0, "none"))
             store.flush()
             assert process.run("SELECT count(*) FROM requests").rows == [(before + 1,)]
-        folder = Path(process._temp.name)
         pid = process._process.pid if process._process else 0
-    assert not folder.exists()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
