@@ -241,9 +241,7 @@ def test_segments_survive_their_text() -> None:
         Segment("tool", 20, index=0, name="find", digest="cd"),
         Segment("message", 31, role="user", index=1, digest="ef"),
     ]
-    text = dump_segments(segments, "store_off")
-    loaded, unstored = load_segments(text)
-    assert unstored == "store_off"
+    loaded = load_segments(dump_segments(segments))
     assert [part.end for part in loaded] == [9, 20, 31]
     assert [part.title(1) for part in loaded] == [
         "system prompt",
@@ -254,7 +252,7 @@ def test_segments_survive_their_text() -> None:
 
 @pytest.mark.parametrize("text", [None, "", "{", "1", "[1, null]", '[{"kind": 1, "end": "x"}]'])
 def test_what_is_not_segments_is_none(text: str | None) -> None:
-    assert load_segments(text) == ([], None)
+    assert load_segments(text) == []
 
 
 def test_a_long_conversation_fits_into_history() -> None:
@@ -265,7 +263,7 @@ def test_a_long_conversation_fits_into_history() -> None:
     text = dump_segments(segments)
     assert text is not None
     assert len(text) < MAX_TEXT
-    loaded, _ = load_segments(text)
+    loaded = load_segments(text)
     assert loaded[:50] == segments[:50]
     assert loaded[-150:] == segments[-150:]
     assert sum(part.count for part in loaded) == 20_000
