@@ -72,6 +72,13 @@ class PromptTokenizer:
         """A plain text as prompt: with a start token, unless it brings its own."""
         return self.encode(text, special=self.bos is None or not text.startswith(self.bos))
 
+    @property
+    def longest(self) -> int | None:
+        """The most characters that one token can stand for; None where text is normalised first."""
+        if self.backend.normalizer is not None:
+            return None
+        return max(map(len, self.backend.get_vocab()), default=1)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special ones too. Unknown ids have none."""
         return str(self.backend.decode(list(map(int, ids)), skip_special_tokens=False))
@@ -173,6 +180,7 @@ def _recall(folder: Path) -> PromptTokenizer | None:
 def _ask_transformers(folder: Path) -> Any:
     if not any((folder / name).exists() for name in FILES if name.startswith("tokenizer")):
         raise ModelError(f"The model in {folder} has no tokenizer.")
+    # It would tell every user on stderr that PyTorch is missing, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         from transformers import AutoTokenizer

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from kvdb.cli.options import open_store, setting_option, settings, store_option
+from kvdb.cli.options import (
+    open_store,
+    prepare_tokenizers,
+    setting_option,
+    settings,
+    store_option,
+)
 from kvdb.cli.output import say, write_json
 from kvdb.cli.prompts import as_chat, read_prompt, template_options
 from kvdb.errors import ModelError
@@ -90,9 +95,7 @@ def explain(
     --request a past request is compared with what was stored before it. No model is loaded.
     """
     values = settings()
-    os.environ["KVDB_MODELS"] = str(values["models"])
-    os.environ["KVDB_CACHE"] = str(values["cache"])
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    prepare_tokenizers(values)
     if request_id is not None:
         if any(given is not None for given in (prompt, file, tokens)):
             raise click.UsageError("Give either a prompt or --request.")
@@ -124,18 +127,19 @@ def _explain_request(store: Store, request_id: int) -> Explanation:
 
 def _encode(which: _Model, given: dict[str, Any], *, raw: bool, system: str | None) -> Prompt:
     from engine.events import Request
+    from engine.models import context_length, read_config
     from engine.prompt.encode import encode
     from engine.prompt.tokenizer import load_tokenizer
 
-    tokenizer = None
+    folder, tokenizer = _folder(which.name), None
     try:
-        tokenizer = load_tokenizer(_folder(which.name))
+        tokenizer = load_tokenizer(folder)
     except ModelError:
         if "tokens" not in given:
             raise
     template = tokenizer is not None and tokenizer.template is not None
     chat = as_chat(given, template=template, raw=raw, system=system)
-    return encode(Request(**chat), tokenizer, None, None)
+    return encode(Request(**chat), tokenizer, context_length(read_config(folder)), None)
 
 
 def _folder(name: str) -> Path:
