@@ -1,0 +1,1 @@
+"""``kvdb report``: one HTML page about the store."""

@@ -1,0 +1,252 @@
+"""The page's figures, from plain data. Colours of text and grid are left to the page, which knows
+whether it is light or dark.
+
+Every name in a figure goes through :func:`label`: plotly reads its texts as a kind of HTML.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from kvdb.report import words
+from kvdb.report.blocks import AGES, HEATS, Ints
+from kvdb.report.history import HOUR_US, History
+from kvdb.report.losses import REASONS, Evicted
+from kvdb.report.tree import PrefixTree
+
+Figure = dict[str, Any]
+
+# Told apart by people who see no red or no green, on white and on black.
+GREEN, GREY, BLUE, ORANGE, PINK, YELLOW, CYAN = (
+    "#1b9e77",
+    "#99a1ab",
+    "#4c86c6",
+    "#e08214",
+    "#c76ba6",
+    "#d9b310",
+    "#56b4d3",
+)
+HEAT = ("#99a1ab", "#e8c26a", "#e08214", "#b5402b")
+ROW_HEIGHT = 34
+MARGIN = {"l": 8, "r": 16, "t": 8, "b": 8}
+
+
+def label(name: str, most: int = words.MAX_NAME) -> str:
+    """A foreign name as text in a figure."""
+    return html.escape(words.shown(name, most), quote=False)
+
+
+def tokens_over_time(history: History) -> Figure:
+    times, uses = _times(history), [history.periods[start] for start in sorted(history.periods)]
+    return _bars(
+        times,
+        {
+            "restored": (GREEN, [use.restored_tokens for use in uses]),
+            "computed": (GREY, [use.prompt_tokens - use.restored_tokens for use in uses]),
+        },
+        history.period_us,
+        "prompt tokens",
+    )
+
+
+def seconds_over_time(history: History) -> Figure:
+    seconds = [history.periods[start].seconds_saved for start in sorted(history.periods)]
+    return _bars(
+        _times(history),
+        {"seconds saved": (BLUE, [round(value, 3) for value in seconds])},
+        history.period_us,
+        "seconds",
+    )
+
+
+def hit_ratios(rows: Sequence[tuple[str, float, str]]) -> Figure:
+    """``rows`` are (tenant, ratio, text at the bar)."""
+    return _rows(
+        [(name, 100 * ratio, text) for name, ratio, text in rows],
+        GREEN,
+        {"range": [0, 100], "ticksuffix": " %", "dtick": 25},
+    )
+
+
+def capacity(rows: Sequence[tuple[str, int, str]]) -> Figure:
+    """``rows`` are (namespace, bytes, text at the bar)."""
+    return _rows(rows, BLUE, {"visible": False})
+
+
+def age_and_heat(counts: Ints) -> Figure:
+    names = [name for name, _ in AGES]
+    series = {
+        heat: (colour, [int(count) for count in counts[:, column]])
+        for column, ((heat, _), colour) in enumerate(zip(HEATS, HEAT, strict=True))
+    }
+    return _bars(names, series, None, "blocks")
+
+
+def evictions(rows: Sequence[Evicted]) -> Figure:
+    colours = (ORANGE, PINK, BLUE, YELLOW, CYAN, GREY, GREEN)
+    days = sorted({row.day_us for row in rows})
+    by_reason: dict[str, dict[int, int]] = {}
+    for row in rows:
+        by_reason.setdefault(row.reason, {})[row.day_us] = row.blocks
+    return _bars(
+        [_date(day) for day in days],
+        {
+            REASONS.get(reason, label(reason)): (
+                colours[list(REASONS).index(reason) % len(colours)] if reason in REASONS else GREY,
+                [by_reason[reason].get(day, 0) for day in days],
+            )
+            for reason in sorted(by_reason)
+        },
+        24 * HOUR_US,
+        "blocks",
+    )
+
+
+def wear(days: Mapping[int, int]) -> Figure:
+    """Bytes written by day (its start, Unix µs)."""
+    return _bars(
+        [_date(day) for day in sorted(days)],
+        {"written": (PINK, [days[day] / 1e6 for day in sorted(days)])},
+        24 * HOUR_US,
+        "MB",
+    )
+
+
+def icicle(tree: PrefixTree, names: Mapping[int, str], texts: Mapping[int, str]) -> Figure:
+    """``names`` of namespaces; ``texts``: how the run of a box begins, where that is known."""
+    namespaces = sorted({box.namespace_id for box in tree.boxes})
+    totals = {
+        namespace: sum(
+            box.subtree_tokens
+            for box in tree.boxes
+            if box.parent < 0 and box.namespace_id == namespace
+        )
+        for namespace in namespaces
+    }
+    hottest = max((box.hits for box in tree.boxes), default=0)
+    ids = [f"n{namespace}" for namespace in namespaces]
+    labels = [f"<b>{label(names.get(namespace, ''))}</b>" for namespace in namespaces]
+    parents, values = [""] * len(ids), [totals[namespace] for namespace in namespaces]
+    texts_shown = [f"{words.amount(totals[namespace])} tokens" for namespace in namespaces]
+    colours = [-0.15 * _heat(hottest)] * len(ids)
+    for box in tree.boxes:
+        ids.append(f"b{box.number}")
+        parents.append(f"b{box.parent}" if box.parent >= 0 else f"n{box.namespace_id}")
+        begins = texts.get(box.number)
+        span = f"{box.end - box.start:,} tokens"
+        labels.append(label(begins, 60) if begins else span)
+        used = "never used again" if box.hits == 0 else f"used {words.amount(box.hits)}×"
+        texts_shown.append(f"{span}, {used}" if begins else used)
+        values.append(box.subtree_tokens)
+        colours.append(_heat(box.hits))
+    return {
+        "data": [
+            {
+                "type": "icicle",
+                "ids": ids,
+                "labels": labels,
+                "parents": parents,
+                "values": values,
+                "text": texts_shown,
+                "textinfo": "label+text",
+                "hovertemplate": "%{label}<br>%{text}<br>%{value:,} tokens here and below"
+                "<extra></extra>",
+                "branchvalues": "total",
+                "sort": True,
+                "tiling": {"orientation": "h", "pad": 1},
+                "pathbar": {"visible": False},
+                "marker": {
+                    "colors": colours,
+                    "colorscale": [[0, "#c9d3dd"], [0.35, "#f1d48a"], [0.7, "#e9963e"], [1, "#c0492f"]],
+                    "cmin": 0,
+                    "cmax": max(_heat(hottest), 1),
+                    "line": {"width": 1},
+                },
+            }
+        ],
+        "layout": {"height": 520, "margin": MARGIN},
+    }
+
+
+def _heat(hits: int) -> float:
+    return math.log2(1 + hits)
+
+
+def _bars(
+    x: Sequence[str],
+    series: Mapping[str, tuple[str, Sequence[float]]],
+    period_us: int | None,
+    unit: str,
+) -> Figure:
+    """Stacked bars over time, or over categories."""
+    width = {} if period_us is None else {"width": period_us / 1e3 * 0.85, "offset": 0}
+    return {
+        "data": [
+            {
+                "type": "bar",
+                "name": name,
+                "x": list(x),
+                "y": list(values),
+                "marker": {"color": colour},
+                "hovertemplate": f"%{{x}}<br>{name}: %{{y:,}} {unit}<extra></extra>",
+                **width,
+            }
+            for name, (colour, values) in series.items()
+        ],
+        "layout": {
+            "height": 280,
+            "margin": MARGIN,
+            "barmode": "stack",
+            "showlegend": len(series) > 1,
+            "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+            "xaxis": {"type": "category" if period_us is None else "date", "fixedrange": True},
+            "yaxis": {"title": {"text": unit}, "fixedrange": True, "automargin": True},
+        },
+    }
+
+
+def _rows(rows: Sequence[tuple[str, float, str]], colour: str, axis: Mapping[str, Any]) -> Figure:
+    """One horizontal bar a row, the first on top, with its text."""
+    return {
+        "data": [
+            {
+                "type": "bar",
+                "orientation": "h",
+                # Two rows of one name must stay two bars: the place is a number, the name a tick.
+                "y": list(range(len(rows))),
+                "x": [value for _, value, _ in rows],
+                "text": [label(text, 80) for _, _, text in rows],
+                "textposition": "auto",
+                "marker": {"color": colour},
+                "hoverinfo": "skip",
+            }
+        ],
+        "layout": {
+            "height": 50 + ROW_HEIGHT * len(rows),
+            "margin": MARGIN,
+            "showlegend": False,
+            "xaxis": {"fixedrange": True, **axis},
+            "yaxis": {
+                "autorange": "reversed",
+                "automargin": True,
+                "fixedrange": True,
+                "tickvals": list(range(len(rows))),
+                "ticktext": [label(name, 28) for name, _, _ in rows],
+            },
+        },
+    }
+
+
+def _times(history: History) -> list[str]:
+    form = "%Y-%m-%d %H:%M" if history.period_us == HOUR_US else "%Y-%m-%d"
+    return [
+        datetime.fromtimestamp(start / 1e6, UTC).strftime(form) for start in sorted(history.periods)
+    ]
+
+
+def _date(day_us: int) -> str:
+    return datetime.fromtimestamp(day_us / 1e6, UTC).strftime("%Y-%m-%d")

@@ -1,0 +1,117 @@
+"""Read a store, and say what the page shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvdb.explain import Explanation, explain_request
+from kvdb.report import sections, words
+from kvdb.report.blocks import age_and_heat, read_blocks
+from kvdb.report.history import History, Scope, read_history
+from kvdb.report.losses import read_evictions, read_wear
+from kvdb.report.misses import costliest_misses
+from kvdb.report.page import Page, render
+from kvdb.report.sections import NamespaceSize, Section, Tile
+from kvdb.report.tree import PrefixTree, prefix_tree
+
+if TYPE_CHECKING:
+    from kvdb.store import Store
+
+Decode = Callable[[Sequence[int]], str]
+# Gives the tokenizer of a namespace, where it is known.
+Decoder = Callable[[int], Decode | None]
+
+# How much of a prefix is decoded to show how it begins.
+SHOWN_TOKENS = 24
+NAMESPACES = (
+    "SELECT id, model, tenant, live_blocks, live_tokens, live_bytes FROM namespaces "
+    "WHERE ?1 IS NULL OR id = ?1 ORDER BY id"
+)
+BEGINNING = "SELECT substr(tokens, 1, ?) FROM block_tokens WHERE block_id = ?"
+
+
+def make_report(store: Store, scope: Scope, decoder: Decoder = lambda _: None) -> str:
+    """The page about ``store``, as HTML. Without a decoder prefixes are told by their length.
+
+    Reads in short transactions and writes nothing; the parts may be of slightly different moments.
+    """
+    decoder = cache(decoder)
+    with store.database.read() as connection:
+        rows = connection.execute(NAMESPACES, (scope.namespace_id,)).fetchall()
+        history = read_history(connection, scope)
+        evicted = read_evictions(connection, scope)
+        written = read_wear(connection, scope)
+        used_bytes = store.limit.used(connection)
+    namespaces = [NamespaceSize(*row) for row in rows]
+    names = {namespace.id: sections.namespace_name(namespace) for namespace in namespaces}
+    blocks = read_blocks(store.database, scope.namespace_id)
+
+    def explain(request_id: int, namespace_id: int | None) -> Explanation:
+        decode = None if namespace_id is None else decoder(namespace_id)
+        return explain_request(store, request_id, decode)
+
+    made: list[Section] = []
+    if history is not None:
+        made.append(sections.tokens_section(history))
+        made.append(sections.seconds_section(history))
+        made.append(sections.tenants_section(history))
+    made.append(sections.capacity_section(namespaces, used_bytes, store.limit.max_bytes))
+    if len(blocks):
+        tree = prefix_tree(blocks)
+        counts = age_and_heat(blocks, store.environment.now_us())
+        made.append(sections.blocks_section(blocks, counts))
+        made.append(sections.tree_section(tree, names, _beginnings(store, tree, decoder)))
+    made.append(sections.evictions_section(evicted))
+    made.append(sections.wear_section(written))
+    made.append(sections.misses_section(costliest_misses(store.database, scope, explain), names))
+    held = sum(namespace.live_blocks for namespace in namespaces)
+    tiles = _tiles(history, held, used_bytes)
+    return render(Page("What this store saves", _subtitle(store, scope, history), tiles, made))
+
+
+def _tiles(history: History | None, blocks: int, used_bytes: int) -> list[Tile]:
+    tiles = []
+    if history is not None:
+        use = history.total
+        tiles = [
+            Tile(words.percent(use.hit_ratio), "of prompt tokens came from the store"),
+            Tile(words.amount(use.restored_tokens), "tokens not computed again"),
+            Tile(words.duration(use.seconds_saved), "saved"),
+            Tile(words.amount(use.requests), "requests"),
+        ]
+    return [*tiles, Tile(words.size(used_bytes), f"on disk, {words.plural(blocks, 'block')}")]
+
+
+def _subtitle(store: Store, scope: Scope, history: History | None) -> str:
+    requests = "No requests"
+    if history is not None:
+        first, last = words.day(history.first_us), words.day(history.last_us)
+        span = first if first == last else f"{first} to {last}"
+        requests = f"{words.plural(history.total.requests, 'request')}, {span}"
+    if scope.since_us is not None:
+        requests += f", since {words.moment(scope.since_us)}"
+    if scope.tenant is not None:
+        requests += f", only tenant {words.shown(scope.tenant)}"
+    if scope.namespace_id is not None:
+        requests += f", only namespace {scope.namespace_id}"
+    return f"{requests}. Store {store.path}. Times are UTC; blocks and sizes as of " + (
+        f"{words.moment(store.environment.now_us())}."
+    )
+
+
+def _beginnings(store: Store, tree: PrefixTree, decoder: Decoder) -> dict[int, str]:
+    """How the boxes of a tree begin, by their number, as far as tokenizers are known."""
+    texts: dict[int, str] = {}
+    with store.database.read() as connection:
+        for box in tree.boxes:
+            decode = decoder(box.namespace_id)
+            if decode is None:
+                continue
+            row = connection.execute(BEGINNING, (4 * SHOWN_TOKENS, box.block_id)).fetchone()
+            if row is not None:
+                texts[box.number] = " ".join(decode(np.frombuffer(row[0], "<u4").tolist()).split())
+    return texts

@@ -1,0 +1,95 @@
+"""The part of the prefix tree that is worth drawing: its heaviest branches, chains folded.
+
+A *run* is a chain of blocks without a branch. Most blocks of a store lie in few runs, so runs are
+the boxes of the picture: the heaviest ones are opened first until there are enough.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvdb.report.blocks import HeldBlocks
+
+MAX_BOXES = 120
+MAX_LEVELS = 8
+# A narrower box is a line nobody can read.
+MIN_SHARE = 0.004
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """One run of blocks: ``start`` … ``end`` are its token positions; ``subtree_tokens`` counts
+    it and all that stands on it; ``hits`` is how often its first block was used again. ``parent``
+    is the number of another box, -1 at the root. ``block_id`` is the run's first block."""
+
+    number: int
+    parent: int
+    namespace_id: int
+    block_id: int
+    blocks: int
+    start: int
+    end: int
+    subtree_tokens: int
+    hits: int
+
+
+@dataclass(slots=True)
+class PrefixTree:
+    """The boxes, each after its parent. ``tokens`` is what all roots hold; ``shown_tokens`` what
+    lies in the boxes themselves, ``branches_left_out`` how many lighter branches were not drawn."""
+
+    boxes: list[Box] = field(default_factory=list)
+    tokens: int = 0
+    shown_tokens: int = 0
+    branches_left_out: int = 0
+
+
+def prefix_tree(
+    blocks: HeldBlocks, *, most: int = MAX_BOXES, levels: int = MAX_LEVELS
+) -> PrefixTree:
+    """Choose at most ``most`` boxes, heaviest first, at most ``levels`` deep."""
+    tree = PrefixTree(tokens=int(blocks.tokens.sum()))
+    smallest = tree.tokens * MIN_SHARE
+    # (weight, row of the run's first block, number of the parent's box, level, tokens before)
+    waiting: list[tuple[int, int, int, int, int]] = []
+
+    def wait(rows: Iterator[int], parent: int, level: int, start: int) -> None:
+        for row in rows:
+            weight = int(blocks.subtree_tokens[row])
+            if weight < smallest or level == levels:
+                tree.branches_left_out += 1
+            else:
+                heapq.heappush(waiting, (-weight, row, parent, level, start))
+
+    wait(map(int, blocks.children(-1)), -1, 0, 0)
+    while waiting and len(tree.boxes) < most:
+        _, row, parent, level, start = heapq.heappop(waiting)
+        box, last = _run(blocks, row, len(tree.boxes), parent, start)
+        tree.boxes.append(box)
+        tree.shown_tokens += box.end - box.start
+        wait(map(int, blocks.children(last)), box.number, level + 1, box.end)
+    tree.branches_left_out += len(waiting)
+    return tree
+
+
+def _run(blocks: HeldBlocks, row: int, number: int, parent: int, start: int) -> tuple[Box, int]:
+    """The run that begins at a row, and the row it ends in."""
+    last, count, end = row, 1, start + int(blocks.tokens[row])
+    while len(children := blocks.children(last)) == 1:
+        last = int(children[0])
+        count += 1
+        end += int(blocks.tokens[last])
+    box = Box(
+        number,
+        parent,
+        int(blocks.namespace[row]),
+        int(blocks.id[row]),
+        count,
+        start,
+        end,
+        int(blocks.subtree_tokens[row]),
+        int(blocks.hits[row]),
+    )
+    return box, last
