@@ -38,7 +38,11 @@ from kvdb.store import Store
 from kvdb.writer import Writer
 
 FOLDERS = ("shards", "tmp", "processes")
-DEFAULT_SETTINGS = {"history_requests": "100000", "history_evictions": "100000"}
+DEFAULT_SETTINGS = {
+    "history_requests": "100000",
+    "history_evictions": "100000",
+    "history_hours": "2208",  # 92 days
+}
 DEFAULT_QUEUE_BYTES = 256 << 20
 OUR_NAMES = (*FOLDERS, "store.lock", "writer.lock", "ballast")
 LOCK_WAIT_SECONDS = 10.0
