@@ -6,7 +6,7 @@ API; only the clock, the tokens and the model's speed are made up, all from one 
 - ``support`` has one long system prompt and many short chats;
 - ``coding`` lets conversations grow, and for some days puts the time at the front of its prompt,
   so that nothing matches any more;
-- ``reading`` sends long documents, each one once or twice;
+- ``reading`` sends long documents, and comes back to some of them, at once or days later;
 - ``nightly`` asks the same questions every night.
 """
 
@@ -144,9 +144,11 @@ def workload(days: int, end: float, random: np.random.Generator) -> Iterator[Ask
                 at += random.uniform(30, 400)
         for _ in range(1 if weekend else 4):
             at, document = hour(8, 23), text(random.uniform(1_500, 3_500))
-            for _ in range(int(random.integers(1, 3))):
+            for _ in range(int(random.integers(1, 4))):
                 yield ask(at, "reading", CHAT, np.concatenate([document, text(40)]), 200)
-                at += random.uniform(60, 900)
+                at += random.uniform(60, 900) if random.random() < 0.7 else DAY * 4
+                if at > end:
+                    break
         for number, question in enumerate(questions):
             yield ask(midnight + 2 * 3600 + 20 * number, "nightly", CHAT, question)
 
@@ -165,7 +167,7 @@ def serve(store: Store, namespace: Namespace, asked: Asked, random: np.random.Ge
     lookup_ms = 0.4 + len(prompt) / 20_000
     restore_ms = 1e3 * restored / model.restore_speed * jitter
     prefill_ms = 1e3 * computed / model.prefill_speed * jitter
-    first_token_ms = lookup_ms + restore_ms + prefill_ms + 3
+    first_token_ms = lookup_ms + restore_ms + prefill_ms + 3.0
     everything = np.concatenate([prompt, asked.answer])
     if computed:
         put(store, namespace, prompt, restored, random)
@@ -180,6 +182,7 @@ def serve(store: Store, namespace: Namespace, asked: Asked, random: np.random.Ge
             computed_tokens=computed,
             generated_tokens=len(asked.answer),
             skip="full" if computed == 0 else "partial" if restored else "none",
+            matched_tokens=restored,
             tenant=asked.tenant,
             client=asked.client,
             miss_reason=match.miss_reason,
@@ -187,9 +190,12 @@ def serve(store: Store, namespace: Namespace, asked: Asked, random: np.random.Ge
             tip_hash=chain_hashes(namespace.fingerprint, everything, namespace.block_tokens)[-1],
             bytes_read=restored * LAYOUT.parts[0].nbytes(1),
             load_ms=0.0,
+            warmup_ms=0.0,
             lookup_ms=lookup_ms,
             restore_ms=restore_ms,
             prefill_ms=prefill_ms,
+            first_sample_ms=3.0,
+            behind_ms=0.0,
             first_token_ms=first_token_ms,
             total_ms=first_token_ms + 25 * len(asked.answer),
             touched=tuple(block.id for block in match.blocks),

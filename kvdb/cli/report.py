@@ -1,1 +1,65 @@
 """``kvdb report``: one HTML page about the store."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import click
+
+from kvdb.cli.options import open_store, store_option
+from kvdb.cli.output import say
+
+SUFFIXES = (".html", ".htm")
+
+
+@click.command()
+@click.argument(
+    "file", type=click.Path(path_type=Path, allow_dash=True), default="kvdb-report.html"
+)
+@click.option(
+    "--since",
+    metavar="TIME",
+    help="Only requests since then: 12h, 7d, 4w ago, or a day such as 2026-08-31 (UTC).",
+)
+@click.option("--namespace", type=int, metavar="ID", help="Only of this namespace.")
+@click.option("--tenant", metavar="NAME", help="Only requests of this tenant.")
+@click.option("--no-text", is_flag=True, help="Show no text of any prompt.")
+@store_option
+def report(
+    file: Path, since: str | None, namespace: int | None, tenant: str | None, no_text: bool
+) -> None:
+    """Draw what the store holds and saves, as one HTML page.
+
+    FILE (kvdb-report.html unless given; - is standard output) is replaced when it is there. The
+    page is about 5 MB, stands alone and loads nothing from any network. It shows how some prompts
+    begin; --no-text leaves that out.
+    """
+    from kvdb.report import Scope, make_report, parse_since
+
+    if str(file) != "-" and file.suffix.lower() not in SUFFIXES:
+        raise click.UsageError(f"{file} must end in .html, so that nothing else is replaced.")
+    with open_store(read_only=True) as store:
+        since_us = None if since is None else parse_since(since, store.environment.now_us())
+        page = make_report(store, Scope(since_us, namespace, tenant))
+    if str(file) == "-":
+        click.echo(page, nl=False)
+    else:
+        _replace(file, page)
+        say(f"Wrote {file}.")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write all of a file or nothing. Only its owner may read it: it shows prompts."""
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+    ) as temp:
+        try:
+            temp.write(text)
+            temp.flush()
+            os.fsync(temp.fileno())
+            Path(temp.name).replace(path)
+        except BaseException:
+            Path(temp.name).unlink(missing_ok=True)
+            raise

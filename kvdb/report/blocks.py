@@ -102,7 +102,8 @@ def read_blocks(
         if not complete:
             break
         last = rows[-1][0]
-    return HeldBlocks(*np.concatenate(pieces).T.copy(), complete=complete)
+    id_, parent, namespace, depth, tokens, hits, created_at = np.concatenate(pieces).T.copy()
+    return HeldBlocks(id_, parent, namespace, depth, tokens, hits, created_at, complete)
 
 
 def age_and_heat(blocks: HeldBlocks, now_us: int) -> Ints:

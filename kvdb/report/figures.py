@@ -16,7 +16,7 @@ from kvdb.report import words
 from kvdb.report.blocks import AGES, HEATS, Ints
 from kvdb.report.history import HOUR_US, History
 from kvdb.report.losses import REASONS, Evicted
-from kvdb.report.tree import PrefixTree
+from kvdb.report.tree import Beginning, PrefixTree
 
 Figure = dict[str, Any]
 
@@ -65,16 +65,12 @@ def seconds_over_time(history: History) -> Figure:
 
 def hit_ratios(rows: Sequence[tuple[str, float, str]]) -> Figure:
     """``rows`` are (tenant, ratio, text at the bar)."""
-    return _rows(
-        [(name, 100 * ratio, text) for name, ratio, text in rows],
-        GREEN,
-        {"range": [0, 100], "ticksuffix": " %", "dtick": 25},
-    )
+    return _rows(rows, GREEN, {"range": [0, 1]})
 
 
 def capacity(rows: Sequence[tuple[str, int, str]]) -> Figure:
     """``rows`` are (namespace, bytes, text at the bar)."""
-    return _rows(rows, BLUE, {"visible": False})
+    return _rows(rows, BLUE, {})
 
 
 def age_and_heat(counts: Ints) -> Figure:
@@ -116,8 +112,10 @@ def wear(days: Mapping[int, int]) -> Figure:
     )
 
 
-def icicle(tree: PrefixTree, names: Mapping[int, str], texts: Mapping[int, str]) -> Figure:
-    """``names`` of namespaces; ``texts``: how the run of a box begins, where that is known."""
+def icicle(
+    tree: PrefixTree, names: Mapping[int, str], beginnings: Mapping[int, Beginning]
+) -> Figure:
+    """``names`` of namespaces, and how the boxes begin, by their numbers."""
     namespaces = sorted({box.namespace_id for box in tree.boxes})
     totals = {
         namespace: sum(
@@ -128,19 +126,24 @@ def icicle(tree: PrefixTree, names: Mapping[int, str], texts: Mapping[int, str])
         for namespace in namespaces
     }
     hottest = max((box.hits for box in tree.boxes), default=0)
-    ids = [f"n{namespace}" for namespace in namespaces]
-    labels = [f"<b>{label(names.get(namespace, ''))}</b>" for namespace in namespaces]
-    parents, values = [""] * len(ids), [totals[namespace] for namespace in namespaces]
-    texts_shown = [f"{words.amount(totals[namespace])} tokens" for namespace in namespaces]
-    colours = [-0.15 * _heat(hottest)] * len(ids)
+    heads = [(f"n{n}", names.get(n, ""), totals[n]) for n in namespaces]
+    root = ""
+    if len(heads) > 1:  # plotly would draw a black box instead
+        root = "all"
+        heads.insert(0, (root, "all models", sum(totals.values())))
+    ids = [id_ for id_, _, _ in heads]
+    labels = [f"<b>{label(name)}</b><br>{words.amount(tokens)} tokens" for _, name, tokens in heads]
+    parents = [root if id_ != root else "" for id_ in ids]
+    values = [tokens for _, _, tokens in heads]
+    colours = [0.0] * len(ids)
     for box in tree.boxes:
         ids.append(f"b{box.number}")
         parents.append(f"b{box.parent}" if box.parent >= 0 else f"n{box.namespace_id}")
-        begins = texts.get(box.number)
-        span = f"{box.end - box.start:,} tokens"
-        labels.append(label(begins, 60) if begins else span)
+        beginning = beginnings.get(box.number)
         used = "never used again" if box.hits == 0 else f"used {words.amount(box.hits)}×"
-        texts_shown.append(f"{span}, {used}" if begins else used)
+        span = f"{box.end - box.start:,} tokens, {used}"
+        begins = "" if beginning is None or not beginning.text else label(beginning.text, 30)
+        labels.append(f"{begins}<br>{span}" if begins else span)
         values.append(box.subtree_tokens)
         colours.append(_heat(box.hits))
     return {
@@ -151,24 +154,31 @@ def icicle(tree: PrefixTree, names: Mapping[int, str], texts: Mapping[int, str])
                 "labels": labels,
                 "parents": parents,
                 "values": values,
-                "text": texts_shown,
-                "textinfo": "label+text",
-                "hovertemplate": "%{label}<br>%{text}<br>%{value:,} tokens here and below"
-                "<extra></extra>",
+                "textinfo": "label",
+                "hovertemplate": "%{label}<br>%{value:,} tokens here and behind<extra></extra>",
                 "branchvalues": "total",
                 "sort": True,
                 "tiling": {"orientation": "h", "pad": 1},
                 "pathbar": {"visible": False},
                 "marker": {
                     "colors": colours,
-                    "colorscale": [[0, "#c9d3dd"], [0.35, "#f1d48a"], [0.7, "#e9963e"], [1, "#c0492f"]],
+                    "colorscale": [
+                        [0, "#c9d3dd"],
+                        [0.35, "#f1d48a"],
+                        [0.7, "#e9963e"],
+                        [1, "#c0492f"],
+                    ],
                     "cmin": 0,
                     "cmax": max(_heat(hottest), 1),
                     "line": {"width": 1},
                 },
             }
         ],
-        "layout": {"height": 520, "margin": MARGIN},
+        "layout": {
+            "height": 520,
+            "margin": MARGIN,
+            "uniformtext": {"minsize": 10, "mode": "hide"},
+        },
     }
 
 
@@ -202,7 +212,13 @@ def _bars(
             "margin": MARGIN,
             "barmode": "stack",
             "showlegend": len(series) > 1,
-            "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+            "legend": {
+                "orientation": "h",
+                "traceorder": "normal",
+                "x": 0,
+                "y": 1.02,
+                "yanchor": "bottom",
+            },
             "xaxis": {"type": "category" if period_us is None else "date", "fixedrange": True},
             "yaxis": {"title": {"text": unit}, "fixedrange": True, "automargin": True},
         },
@@ -226,14 +242,16 @@ def _rows(rows: Sequence[tuple[str, float, str]], colour: str, axis: Mapping[str
             }
         ],
         "layout": {
-            "height": 50 + ROW_HEIGHT * len(rows),
+            "height": 16 + ROW_HEIGHT * len(rows),
             "margin": MARGIN,
             "showlegend": False,
-            "xaxis": {"fixedrange": True, **axis},
+            "xaxis": {"fixedrange": True, "visible": False, **axis},
             "yaxis": {
                 "autorange": "reversed",
                 "automargin": True,
                 "fixedrange": True,
+                "showgrid": False,
+                "zeroline": False,
                 "tickvals": list(range(len(rows))),
                 "ticktext": [label(name, 28) for name, _, _ in rows],
             },

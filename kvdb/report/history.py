@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
 
 from kvdb.driver import Connection
+from kvdb.errors import UsageError
 
 HOUR_US = 3_600 * 1_000_000
 DAY_US = 24 * HOUR_US
@@ -29,6 +32,23 @@ class Scope:
         return {"since": self.since_us, "namespace": self.namespace_id, "tenant": self.tenant}
 
 
+def parse_since(text: str, now_us: int) -> int:
+    """Unix µs, at a whole hour, of ``12h``, ``7d``, ``4w`` (ago) or ``2026-08-31`` (UTC). Raises
+    UsageError."""
+    units = {"h": HOUR_US, "d": DAY_US, "w": WEEK_US}
+    if ago := re.fullmatch(r"([0-9]{1,6})([hdw])", text.strip()):
+        since = now_us - int(ago[1]) * units[ago[2]]
+    else:
+        try:
+            day = datetime.strptime(text.strip(), "%Y-%m-%d").replace(tzinfo=UTC)
+        except ValueError as error:
+            raise UsageError(
+                f"{text!r} is no time; write 12h, 7d, 4w or a day such as 2026-08-31."
+            ) from error
+        since = int(day.timestamp()) * 1_000_000
+    return since // HOUR_US * HOUR_US
+
+
 @dataclass(slots=True)
 class Use:
     """Requests added up. ``seconds_saved``: restored tokens at the prefill speed measured in their
@@ -41,6 +61,10 @@ class Use:
     restored_tokens: int = 0
     seconds_saved: float = 0.0
     unmeasured_tokens: int = 0
+
+    def add(self, other: Use) -> None:
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     @property
     def hit_ratio(self) -> float:
@@ -65,17 +89,19 @@ SPEEDS = """
 SELECT namespace_id, sum(timed_ms) / sum(timed_tokens)
 FROM request_totals GROUP BY namespace_id HAVING sum(timed_tokens) > 0
 """
-_IN_SCOPE = """
-FROM hourly_totals
+SPAN = """
+SELECT min(hour_at), max(hour_at) FROM hourly_totals
 WHERE (:since IS NULL OR hour_at >= :since)
     AND (:namespace IS NULL OR namespace_id = :namespace)
     AND (:tenant IS NULL OR tenant = :tenant)
 """
-SPAN = f"SELECT min(hour_at), max(hour_at) {_IN_SCOPE}"
-USES = f"""
+USES = """
 SELECT hour_at / :period_us * :period_us, tenant, namespace_id, sum(requests), sum(full_skips),
     sum(prompt_tokens), sum(restored_tokens), sum(restore_ms)
-{_IN_SCOPE}
+FROM hourly_totals
+WHERE (:since IS NULL OR hour_at >= :since)
+    AND (:namespace IS NULL OR namespace_id = :namespace)
+    AND (:tenant IS NULL OR tenant = :tenant)
 GROUP BY 1, 2, 3
 """
 
@@ -88,29 +114,16 @@ def read_history(connection: Connection, scope: Scope) -> History | None:
     span = last - first
     period_us = HOUR_US if span <= HOURS_UP_TO_US else DAY_US if span <= DAYS_UP_TO_US else WEEK_US
     ms_per_token: dict[int, float] = dict(connection.execute(SPEEDS).fetchall())
-    total, periods, tenants = Use(), defaultdict(Use), defaultdict(Use)
+    total = Use()
+    periods: defaultdict[int, Use] = defaultdict(Use)
+    tenants: defaultdict[str, Use] = defaultdict(Use)
     rows = connection.execute(USES, {**scope.parameters(), "period_us": period_us})
-    for period, tenant, namespace_id, *counts, restored, restore_ms in rows:
-        speed = ms_per_token.get(namespace_id)
+    for period, tenant, namespace_id, requests, full_skips, prompt, restored, restore_ms in rows:
+        added = Use(requests, full_skips, prompt, restored)
+        if namespace_id in ms_per_token:
+            added.seconds_saved = (restored * ms_per_token[namespace_id] - restore_ms) / 1e3
+        else:
+            added.unmeasured_tokens = restored
         for use in (total, periods[period], tenants[tenant]):
-            _add(use, *counts, restored, restore_ms, speed)
+            use.add(added)
     return History(total, period_us, dict(periods), dict(tenants), first, last)
-
-
-def _add(
-    use: Use,
-    requests: int,
-    full_skips: int,
-    prompt_tokens: int,
-    restored_tokens: int,
-    restore_ms: float,
-    ms_per_token: float | None,
-) -> None:
-    use.requests += requests
-    use.full_skips += full_skips
-    use.prompt_tokens += prompt_tokens
-    use.restored_tokens += restored_tokens
-    if ms_per_token is None:
-        use.unmeasured_tokens += restored_tokens
-    else:
-        use.seconds_saved += (restored_tokens * ms_per_token - restore_ms) / 1e3

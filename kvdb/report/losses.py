@@ -10,22 +10,24 @@ from kvdb.report.history import DAY_US, Scope
 
 # Reason in `evictions` → what it means to whoever owns the store.
 REASONS: Mapping[str, str] = {
-    "limit": "no room",
-    "quota": "over its quota",
+    "limit": "for lack of room",
+    "quota": "over a quota",
     "manual": "removed by hand",
     "expired": "expired",
-    "replaced": "replaced by a longer block",
+    "replaced": "replaced by an exact one",
     "damaged": "damaged",
-    "missing": "file missing",
+    "missing": "with their file gone",
 }
-_IN_SCOPE = """
+EVICTED = """
+SELECT day_at, reason, sum(evictions) FROM eviction_totals
 WHERE (:since IS NULL OR day_at >= :since) AND (:namespace IS NULL OR namespace_id = :namespace)
-"""
-EVICTED = f"""
-SELECT day_at, reason, sum(evictions) FROM eviction_totals {_IN_SCOPE}
 GROUP BY 1, 2 ORDER BY 1
 """
-WRITTEN = f"SELECT day_at, sum(nbytes) FROM write_totals {_IN_SCOPE} GROUP BY 1 ORDER BY 1"
+WRITTEN = """
+SELECT day_at, sum(nbytes) FROM write_totals
+WHERE (:since IS NULL OR day_at >= :since) AND (:namespace IS NULL OR namespace_id = :namespace)
+GROUP BY 1 ORDER BY 1
+"""
 
 
 @dataclass(frozen=True, slots=True)

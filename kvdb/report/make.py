@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from kvdb.explain import Explanation, explain_request
 from kvdb.report import sections, words
@@ -16,22 +13,15 @@ from kvdb.report.losses import read_evictions, read_wear
 from kvdb.report.misses import costliest_misses
 from kvdb.report.page import Page, render
 from kvdb.report.sections import NamespaceSize, Section, Tile
-from kvdb.report.tree import PrefixTree, prefix_tree
+from kvdb.report.tree import Decoder, prefix_tree, read_beginnings
 
 if TYPE_CHECKING:
     from kvdb.store import Store
 
-Decode = Callable[[Sequence[int]], str]
-# Gives the tokenizer of a namespace, where it is known.
-Decoder = Callable[[int], Decode | None]
-
-# How much of a prefix is decoded to show how it begins.
-SHOWN_TOKENS = 24
 NAMESPACES = (
     "SELECT id, model, tenant, live_blocks, live_tokens, live_bytes FROM namespaces "
     "WHERE ?1 IS NULL OR id = ?1 ORDER BY id"
 )
-BEGINNING = "SELECT substr(tokens, 1, ?) FROM block_tokens WHERE block_id = ?"
 
 
 def make_report(store: Store, scope: Scope, decoder: Decoder = lambda _: None) -> str:
@@ -64,7 +54,9 @@ def make_report(store: Store, scope: Scope, decoder: Decoder = lambda _: None) -
         tree = prefix_tree(blocks)
         counts = age_and_heat(blocks, store.environment.now_us())
         made.append(sections.blocks_section(blocks, counts))
-        made.append(sections.tree_section(tree, names, _beginnings(store, tree, decoder)))
+        with store.database.read() as connection:
+            beginnings = read_beginnings(connection, tree, decoder)
+        made.append(sections.tree_section(tree, names, beginnings))
     made.append(sections.evictions_section(evicted))
     made.append(sections.wear_section(written))
     made.append(sections.misses_section(costliest_misses(store.database, scope, explain), names))
@@ -101,17 +93,3 @@ def _subtitle(store: Store, scope: Scope, history: History | None) -> str:
     return f"{requests}. Store {store.path}. Times are UTC; blocks and sizes as of " + (
         f"{words.moment(store.environment.now_us())}."
     )
-
-
-def _beginnings(store: Store, tree: PrefixTree, decoder: Decoder) -> dict[int, str]:
-    """How the boxes of a tree begin, by their number, as far as tokenizers are known."""
-    texts: dict[int, str] = {}
-    with store.database.read() as connection:
-        for box in tree.boxes:
-            decode = decoder(box.namespace_id)
-            if decode is None:
-                continue
-            row = connection.execute(BEGINNING, (4 * SHOWN_TOKENS, box.block_id)).fetchone()
-            if row is not None:
-                texts[box.number] = " ".join(decode(np.frombuffer(row[0], "<u4").tolist()).split())
-    return texts

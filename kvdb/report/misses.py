@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from kvdb.driver import Database
 from kvdb.errors import KvdbError
@@ -34,7 +35,7 @@ Explain = Callable[[int, int | None], Explanation]
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """One miss: ``requests`` times, last by ``request_id`` at ``latest_us``. ``explanation`` is
+    """One miss: ``requests`` times, the last one by ``request_id`` at ``latest_us``. ``explanation`` is
     None where the history no longer tells enough."""
 
     requests: int
@@ -53,13 +54,13 @@ def costliest_misses(
 ) -> list[Miss]:
     """At most ``most``, by the seconds their prefills took."""
     with database.read() as connection:
-        rows = connection.execute(COSTLIEST, {**scope.parameters(), "most": most}).fetchall()
-    return [Miss(*row, _explained(explain, row[1], row[6])) for row in rows]
+        rows: list[tuple[Any, ...]] = connection.execute(
+            COSTLIEST, {**scope.parameters(), "most": most}
+        ).fetchall()
+    return [Miss(*(*row, _explained(explain, row[1], row[6]))) for row in rows]
 
 
-def _explained(
-    explain: Explain, request_id: int, namespace_id: int | None
-) -> Explanation | None:
+def _explained(explain: Explain, request_id: int, namespace_id: int | None) -> Explanation | None:
     try:
         return explain(request_id, namespace_id)
     except KvdbError:  # the request, or what it is compared with, went meanwhile

@@ -11,7 +11,7 @@ from kvdb.report.figures import Figure
 from kvdb.report.history import DAY_US, HOUR_US, History, Use
 from kvdb.report.losses import REASONS, Evicted
 from kvdb.report.misses import Miss
-from kvdb.report.tree import Box, PrefixTree
+from kvdb.report.tree import Beginning, PrefixTree
 
 MOST_ROWS = 12
 MOST_PREFIXES = 10
@@ -117,9 +117,7 @@ def tenants_section(history: History) -> Section:
     if rest := ranked[MOST_ROWS:]:
         others = Use()
         for _, use in rest:
-            others.requests += use.requests
-            others.prompt_tokens += use.prompt_tokens
-            others.restored_tokens += use.restored_tokens
+            others.add(use)
         rows.append(_tenant_row(f"{len(rest):,} others", others))
     return Section(
         "Hit ratio by tenant", sentences, figures.hit_ratios(rows), "Bars: hit ratio by tenant."
@@ -186,7 +184,7 @@ def blocks_section(blocks: HeldBlocks, counts: Ints) -> Section:
 
 
 def tree_section(
-    tree: PrefixTree, names: Mapping[int, str], texts: Mapping[int, str]
+    tree: PrefixTree, names: Mapping[int, str], beginnings: Mapping[int, Beginning]
 ) -> Section:
     sentences = [
         "From left to right: how stored prompts begin, and where they part. The taller a box, the "
@@ -195,9 +193,9 @@ def tree_section(
     return Section(
         "What prompts have in common",
         sentences,
-        figures.icicle(tree, names, texts),
-        "The tree of stored prefixes.",
-        _prefix_table(tree, names, texts),
+        figures.icicle(tree, names, beginnings),
+        "The tree of stored prefixes; the table names those that were used most.",
+        _prefix_table(tree, names, beginnings),
         note=_left_out(tree),
     )
 
@@ -216,25 +214,27 @@ def _left_out(tree: PrefixTree) -> str:
 
 
 def _prefix_table(
-    tree: PrefixTree, names: Mapping[int, str], texts: Mapping[int, str]
+    tree: PrefixTree, names: Mapping[int, str], beginnings: Mapping[int, Beginning]
 ) -> Table:
     """The pieces used most: what they spare is their tokens, as often as they were used."""
-    boxes = sorted(tree.boxes, key=lambda box: -box.hits * (box.end - box.start))
-    return Table(
-        ("Used most", "Model", "Tokens", "Used", "Begins with"),
-        [
-            (
-                f"block {box.block_id}",
-                names.get(box.namespace_id, ""),
-                f"{box.start:,} to {box.end:,}",
-                f"{box.hits:,}×",
-                texts.get(box.number, "text not known"),
-            )
-            for box in boxes[:MOST_PREFIXES]
-            if box.hits
-        ],
-        frozenset({2, 3}),
+    used = sorted(
+        (box for box in tree.boxes if box.hits and box.number in beginnings),
+        key=lambda box: -box.hits * (box.end - box.start),
     )
+    rows = [
+        [
+            beginnings[box.number].hash[:12],
+            names.get(box.namespace_id, "(gone)"),
+            f"{box.start:,} to {box.end:,}",
+            f"{box.hits:,}×",
+            beginnings[box.number].text or "",
+        ]
+        for box in used[:MOST_PREFIXES]
+    ]
+    headers = ["First block", "Model", "Tokens", "Used", "Begins with"]
+    if not any(row[-1] for row in rows):  # no tokenizer is known
+        headers, rows = headers[:-1], [row[:-1] for row in rows]
+    return Table(headers, rows, frozenset({2, 3}))
 
 
 def evictions_section(rows: Sequence[Evicted]) -> Section:
@@ -243,13 +243,16 @@ def evictions_section(rows: Sequence[Evicted]) -> Section:
     by_reason: dict[str, int] = {}
     for row in rows:
         by_reason[row.reason] = by_reason.get(row.reason, 0) + row.blocks
-    said = ", ".join(
-        f"{words.amount(count)} {REASONS.get(reason, reason)}"
-        for reason, count in sorted(by_reason.items(), key=lambda item: -item[1])
-    )
+    ranked = sorted(by_reason.items(), key=lambda item: -item[1])
+    total = words.plural(sum(by_reason.values()), "block")
+    counts = [
+        f"{'all' if len(ranked) == 1 else words.amount(count)} {REASONS.get(reason, reason)}"
+        for reason, count in ranked
+    ]
+    sentence = f"{total} left the store: {', '.join(counts)}."
     return Section(
         "Blocks that left",
-        [f"{words.plural(sum(by_reason.values()), 'block')} left the store: {said}."],
+        [sentence],
         figures.evictions(rows),
         "Bars: blocks evicted by reason, by day.",
     )
@@ -300,7 +303,7 @@ def _miss_card(miss: Miss, names: Mapping[int, str]) -> Card:
     return Card(
         words.duration(miss.seconds),
         facts,
-        [explanation.diagnosis, *where, explanation.advice],
+        [text for text in (explanation.diagnosis, *where, explanation.advice) if text],
         {name: text for name, text in texts.items() if text},
     )
 

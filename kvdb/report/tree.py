@@ -7,15 +7,28 @@ the boxes of the picture: the heaviest ones are opened first until there are eno
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from kvdb.driver import Connection
 from kvdb.report.blocks import HeldBlocks
 
 MAX_BOXES = 120
 MAX_LEVELS = 8
 # A narrower box is a line nobody can read.
 MIN_SHARE = 0.004
+# How much of a run is decoded to show how it begins.
+SHOWN_TOKENS = 24
+BEGINNING = (
+    "SELECT lower(hex(b.hash)), substr(t.tokens, 1, ?) FROM blocks AS b "
+    "LEFT JOIN block_tokens AS t ON t.block_id = b.id WHERE b.id = ?"
+)
+
+Decode = Callable[[Sequence[int]], str]
+# Gives the tokenizer of a namespace, where it is known.
+Decoder = Callable[[int], Decode | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +46,14 @@ class Box:
     end: int
     subtree_tokens: int
     hits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """The hash of a run's first block, and how its text begins, where the tokenizer is known."""
+
+    hash: str
+    text: str | None
 
 
 @dataclass(slots=True)
@@ -93,3 +114,19 @@ def _run(blocks: HeldBlocks, row: int, number: int, parent: int, start: int) -> 
         int(blocks.hits[row]),
     )
     return box, last
+
+
+def read_beginnings(
+    connection: Connection, tree: PrefixTree, decoder: Decoder
+) -> dict[int, Beginning]:
+    """How the boxes begin, by their numbers; without those whose block went meanwhile."""
+    beginnings = {}
+    for box in tree.boxes:
+        row = connection.execute(BEGINNING, (4 * SHOWN_TOKENS, box.block_id)).fetchone()
+        if row is not None:
+            decode = decoder(box.namespace_id)
+            text = None
+            if decode is not None and row[1] is not None:
+                text = " ".join(decode(np.frombuffer(row[1], "<u4").tolist()).split())
+            beginnings[box.number] = Beginning(row[0], text)
+    return beginnings

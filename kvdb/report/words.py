@@ -13,7 +13,7 @@ def shown(name: str, most: int = MAX_NAME) -> str:
     """A name that somebody else chose, on one line: control and direction characters made visible,
     cut to ``most`` characters."""
     cut = name if len(name) <= most else name[: most - 1] + "…"
-    return "".join(_visible(character) for character in cut) or "(no name)"
+    return "".join(_visible(character) for character in cut)
 
 
 def _visible(character: str) -> str:
@@ -72,7 +72,7 @@ def duration(seconds: float) -> str:
 def percent(share: float) -> str:
     """``68 %``; one digit more where that tells something: ``99.4 %``, ``0.3 %``."""
     value = 100 * share
-    near_an_end = 0 < value < 10 or 90 < value < 100
+    near_an_end = 0 < value < 9.95 or 90 < value < 99.95
     return f"{value:.1f} %" if near_an_end else f"{value:.0f} %"
 
 
