@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from kvdb.report import words
@@ -32,12 +32,13 @@ GREEN, GREY, BLUE, ORANGE, PINK, YELLOW, CYAN = (
 )
 HEAT = ("#99a1ab", "#e8c26a", "#e08214", "#b5402b")
 ROW_HEIGHT = 34
+LEAST_PERIODS = 14
 MARGIN = {"l": 8, "r": 16, "t": 8, "b": 8}
 
 
 def label(name: str, most: int = words.MAX_NAME) -> str:
-    """A foreign name as text in a figure."""
-    return html.escape(words.shown(name, most), quote=False)
+    """A foreign name as text in a figure. Between dollar signs plotly would look for formulas."""
+    return html.escape(words.shown(name, most), quote=False).replace("$", "&#36;")
 
 
 def tokens_over_time(history: History) -> Figure:
@@ -219,14 +220,29 @@ def _bars(
                 "y": 1.02,
                 "yanchor": "bottom",
             },
-            "xaxis": {"type": "category" if period_us is None else "date", "fixedrange": True},
+            "xaxis": {
+                "type": "category" if period_us is None else "date",
+                "fixedrange": True,
+                "automargin": True,
+                **({} if period_us is None else {"range": _range(x, period_us)}),
+            },
             "yaxis": {"title": {"text": unit}, "fixedrange": True, "automargin": True},
         },
     }
 
 
+def _range(times: Sequence[str], period_us: int) -> list[str]:
+    """From the first time on, and long enough that a bar looks like a bar."""
+    first, last = datetime.fromisoformat(times[0]), datetime.fromisoformat(times[-1])
+    period = timedelta(microseconds=period_us)
+    end = max(last + period, first + LEAST_PERIODS * period)
+    return [str(first), str(end)]
+
+
 def _rows(rows: Sequence[tuple[str, float, str]], colour: str, axis: Mapping[str, Any]) -> Figure:
     """One horizontal bar a row, the first on top, with its text."""
+    # A bar of no length would lose its text.
+    least = 1e-6 * max((value for _, value, _ in rows), default=0) or 1e-6
     return {
         "data": [
             {
@@ -234,7 +250,7 @@ def _rows(rows: Sequence[tuple[str, float, str]], colour: str, axis: Mapping[str
                 "orientation": "h",
                 # Two rows of one name must stay two bars: the place is a number, the name a tick.
                 "y": list(range(len(rows))),
-                "x": [value for _, value, _ in rows],
+                "x": [max(value, least) for _, value, _ in rows],
                 "text": [label(text, 80) for _, _, text in rows],
                 "textposition": "auto",
                 "marker": {"color": colour},

@@ -45,7 +45,9 @@ def make_report(store: Store, scope: Scope, decoder: Decoder = lambda _: None) -
         return explain_request(store, request_id, decode)
 
     made: list[Section] = []
-    if history is not None:
+    if history is None:
+        made.append(Section("Requests", ["The history holds no request that fits."]))
+    else:
         made.append(sections.tokens_section(history))
         made.append(sections.seconds_section(history))
         made.append(sections.tenants_section(history))

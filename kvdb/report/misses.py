@@ -35,8 +35,8 @@ Explain = Callable[[int, int | None], Explanation]
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """One miss: ``requests`` times, the last one by ``request_id`` at ``latest_us``. ``explanation`` is
-    None where the history no longer tells enough."""
+    """What happened ``requests`` times, last to ``request_id`` at ``latest_us``. ``explanation``
+    is None where the history no longer tells enough."""
 
     requests: int
     request_id: int

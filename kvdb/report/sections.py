@@ -160,7 +160,7 @@ def capacity_section(
 def namespace_name(namespace: NamespaceSize) -> str:
     """Several namespaces may be of one model; the number is the one that SQL knows."""
     tenant = f", {namespace.tenant}" if namespace.tenant else ""
-    return f"{namespace.model or 'model'} (#{namespace.id}{tenant})"
+    return f"#{namespace.id} {namespace.model or 'model without a name'}{tenant}"
 
 
 def blocks_section(blocks: HeldBlocks, counts: Ints) -> Section:
@@ -194,7 +194,7 @@ def tree_section(
         "What prompts have in common",
         sentences,
         figures.icicle(tree, names, beginnings),
-        "The tree of stored prefixes; the table names those that were used most.",
+        "The tree of stored prefixes.",
         _prefix_table(tree, names, beginnings),
         note=_left_out(tree),
     )
@@ -215,7 +215,7 @@ def _left_out(tree: PrefixTree) -> str:
 
 def _prefix_table(
     tree: PrefixTree, names: Mapping[int, str], beginnings: Mapping[int, Beginning]
-) -> Table:
+) -> Table | None:
     """The pieces used most: what they spare is their tokens, as often as they were used."""
     used = sorted(
         (box for box in tree.boxes if box.hits and box.number in beginnings),
@@ -234,7 +234,7 @@ def _prefix_table(
     headers = ["First block", "Model", "Tokens", "Used", "Begins with"]
     if not any(row[-1] for row in rows):  # no tokenizer is known
         headers, rows = headers[:-1], [row[:-1] for row in rows]
-    return Table(headers, rows, frozenset({2, 3}))
+    return Table(headers, rows, frozenset({2, 3})) if rows else None
 
 
 def evictions_section(rows: Sequence[Evicted]) -> Section:
@@ -309,7 +309,7 @@ def _miss_card(miss: Miss, names: Mapping[int, str]) -> Card:
 
 
 def _of(count: int, total: int) -> str:
-    return f"{words.amount(count)} of {words.plural(total, 'request')}"
+    return f"{words.amount(count) if count else 'None'} of {words.plural(total, 'request')}"
 
 
 def _blocks(count: int) -> str:

@@ -72,6 +72,8 @@ def duration(seconds: float) -> str:
 def percent(share: float) -> str:
     """``68 %``; one digit more where that tells something: ``99.4 %``, ``0.3 %``."""
     value = 100 * share
+    if 0 < value < 0.05:
+        return "under 0.1 %"
     near_an_end = 0 < value < 9.95 or 90 < value < 99.95
     return f"{value:.1f} %" if near_an_end else f"{value:.0f} %"
 
