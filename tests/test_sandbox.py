@@ -147,7 +147,7 @@ def test_endless_statements_stop_at_the_deadline(ask: Any, sql: str) -> None:
 
 
 def test_a_large_result_is_refused(ask: Any) -> None:
-    with pytest.raises(QueryError, match="larger than 64 MiB"):
+    with pytest.raises(QueryError, match="longer than 16 MiB"):
         ask(
             "WITH RECURSIVE t(n, x) AS (SELECT 0, 'ab' UNION ALL SELECT n + 1, x || x FROM t "
             "WHERE n < 26) SELECT x FROM t"
