@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ from kvdb.opening import open_store
 Tokens = npt.NDArray[np.uint32]
 
 DAY = 24 * 3600.0
-END = 1_790_000_000.0  # 21 September 2026: a fixed end makes a fixed store
+END = 1_790_035_200.0  # 22 September 2026, 0:00 UTC: a fixed end makes a fixed store
 BLOCK_TOKENS = 64
 MAX_BYTES = 24 << 20
 LAYOUT = Layout(
@@ -123,7 +124,7 @@ def workload(days: int, end: float, random: np.random.Generator) -> Iterator[Ask
     questions = [np.concatenate([support_prompt, text(120)]) for _ in range(6)]
     for day in range(days):
         midnight = end - (days - day) * DAY
-        weekend = day % 7 in (5, 6)
+        weekend = datetime.fromtimestamp(midnight, UTC).weekday() >= 5
 
         def hour(first: float, last: float, midnight: float = midnight) -> float:
             return midnight + 3600 * random.uniform(first, last)
@@ -141,12 +142,14 @@ def workload(days: int, end: float, random: np.random.Generator) -> Iterator[Ask
                 asked = ask(at, "coding", CODER, np.concatenate([*front, conversation]), 120)
                 yield asked
                 conversation = np.concatenate([conversation, asked.answer])
-                at += random.uniform(30, 400)
-        for _ in range(1 if weekend else 4):
-            at, document = hour(8, 23), text(random.uniform(1_500, 3_500))
-            for _ in range(int(random.integers(1, 4))):
-                yield ask(at, "reading", CHAT, np.concatenate([document, text(40)]), 200)
-                at += random.uniform(60, 900) if random.random() < 0.7 else DAY * 4
+                at += random.exponential(1800)
+                if at > end:
+                    break
+        for _ in range(1 if weekend else 5):
+            at, document = hour(8, 23), text(random.uniform(1_000, 3_000))
+            for _ in range(int(random.integers(1, 5))):
+                yield ask(at, "reading", CHAT, np.concatenate([document, text(40)]), 100)
+                at += random.exponential(DAY)
                 if at > end:
                     break
         for number, question in enumerate(questions):
@@ -223,7 +226,7 @@ def put(
             if part.required or (origin == "prefill" and first + count == len(tokens))
         }
         payloads.append(Payload(first // BLOCK_TOKENS, parts))
-    store.put(namespace, tokens, payloads, origin=origin).wait(30)
+    store.put(namespace, tokens, payloads, origin=origin)
 
 
 if __name__ == "__main__":

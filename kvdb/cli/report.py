@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from kvdb.cli.ls import Moment
 from kvdb.cli.options import open_store, store_option
 from kvdb.cli.output import say
 
@@ -20,15 +21,15 @@ SUFFIXES = (".html", ".htm")
 )
 @click.option(
     "--since",
-    metavar="TIME",
-    help="Only requests since then: 12h, 7d, 4w ago, or a day such as 2026-08-31 (UTC).",
+    type=Moment(),
+    help="Only requests from then on: 12h, 7d, 2026-08-31 (UTC).",
 )
 @click.option("--namespace", type=int, metavar="ID", help="Only of this namespace.")
 @click.option("--tenant", metavar="NAME", help="Only requests of this tenant.")
 @click.option("--no-text", is_flag=True, help="Show no text of any prompt.")
 @store_option
 def report(
-    file: Path, since: str | None, namespace: int | None, tenant: str | None, no_text: bool
+    file: Path, since: int | None, namespace: int | None, tenant: str | None, no_text: bool
 ) -> None:
     """Draw what the store holds and saves, as one HTML page.
 
@@ -36,13 +37,12 @@ def report(
     page is about 5 MB, stands alone and loads nothing from any network. It shows how some prompts
     begin; --no-text leaves that out.
     """
-    from kvdb.report import Scope, make_report, parse_since
+    from kvdb.report import Scope, make_report
 
     if str(file) != "-" and file.suffix.lower() not in SUFFIXES:
         raise click.UsageError(f"{file} must end in .html, so that nothing else is replaced.")
     with open_store(read_only=True) as store:
-        since_us = None if since is None else parse_since(since, store.environment.now_us())
-        page = make_report(store, Scope(since_us, namespace, tenant))
+        page = make_report(store, Scope(since, namespace, tenant))
     if str(file) == "-":
         click.echo(page, nl=False)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvdb.report.history import Scope, parse_since
+from kvdb.report.history import Scope
 from kvdb.report.make import make_report
 
-__all__ = ["Scope", "make_report", "parse_since"]
+__all__ = ["Scope", "make_report"]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from datetime import UTC, datetime
 
 from kvdb.driver import Connection
-from kvdb.errors import UsageError
 
 HOUR_US = 3_600 * 1_000_000
 DAY_US = 24 * HOUR_US
@@ -21,32 +18,16 @@ DAYS_UP_TO_US = 120 * DAY_US
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Which requests the page is about; None means all. ``since_us`` is a whole hour: older
-    history is kept by the hour."""
+    """Which requests the page is about; None means all. It begins with a whole hour, as
+    totals are kept by the hour."""
 
     since_us: int | None = None
     namespace_id: int | None = None
     tenant: str | None = None
 
     def parameters(self) -> dict[str, int | str | None]:
-        return {"since": self.since_us, "namespace": self.namespace_id, "tenant": self.tenant}
-
-
-def parse_since(text: str, now_us: int) -> int:
-    """Unix µs, at a whole hour, of ``12h``, ``7d``, ``4w`` (ago) or ``2026-08-31`` (UTC). Raises
-    UsageError."""
-    units = {"h": HOUR_US, "d": DAY_US, "w": WEEK_US}
-    if ago := re.fullmatch(r"([0-9]{1,6})([hdw])", text.strip()):
-        since = now_us - int(ago[1]) * units[ago[2]]
-    else:
-        try:
-            day = datetime.strptime(text.strip(), "%Y-%m-%d").replace(tzinfo=UTC)
-        except ValueError as error:
-            raise UsageError(
-                f"{text!r} is no time; write 12h, 7d, 4w or a day such as 2026-08-31."
-            ) from error
-        since = int(day.timestamp()) * 1_000_000
-    return since // HOUR_US * HOUR_US
+        since = None if self.since_us is None else self.since_us // HOUR_US * HOUR_US
+        return {"since": since, "namespace": self.namespace_id, "tenant": self.tenant}
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from kvdb.explain import Explanation, explain_request
+from kvdb.functions import human_bytes
 from kvdb.report import sections, words
 from kvdb.report.blocks import age_and_heat, read_blocks
 from kvdb.report.history import History, Scope, read_history
@@ -77,7 +78,7 @@ def _tiles(history: History | None, blocks: int, used_bytes: int) -> list[Tile]:
             Tile(words.duration(use.seconds_saved), "saved"),
             Tile(words.amount(use.requests), "requests"),
         ]
-    return [*tiles, Tile(words.size(used_bytes), f"on disk, {words.plural(blocks, 'block')}")]
+    return [*tiles, Tile(human_bytes(used_bytes), f"on disk, {words.plural(blocks, 'block')}")]
 
 
 def _subtitle(store: Store, scope: Scope, history: History | None) -> str:

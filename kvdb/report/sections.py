@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvdb.functions import human_bytes
 from kvdb.report import figures, words
 from kvdb.report.blocks import AGES, HeldBlocks, Ints
 from kvdb.report.figures import Figure
@@ -134,19 +135,19 @@ def capacity_section(
 ) -> Section:
     held = sorted((n for n in namespaces if n.live_bytes), key=lambda n: -n.live_bytes)
     sentences = [
-        f"The store takes {words.size(used_bytes)} on the disk; its limit is "
-        f"{words.size(max_bytes)} ({words.percent(used_bytes / max_bytes)} of it is used)."
+        f"The store takes {human_bytes(used_bytes)} on the disk; its limit is "
+        f"{human_bytes(max_bytes)} ({words.percent(used_bytes / max_bytes)} of it is used)."
     ]
     if not held:
         return Section("Capacity", [*sentences, "It holds no blocks."])
     rows = [
-        (namespace_name(n), n.live_bytes, f"{words.size(n.live_bytes)}, {_blocks(n.live_blocks)}")
+        (namespace_name(n), n.live_bytes, f"{human_bytes(n.live_bytes)}, {_blocks(n.live_blocks)}")
         for n in held[:MOST_ROWS]
     ]
     if rest := held[MOST_ROWS:]:
         nbytes = sum(n.live_bytes for n in rest)
         blocks = sum(n.live_blocks for n in rest)
-        rows.append((f"{len(rest):,} others", nbytes, f"{words.size(nbytes)}, {_blocks(blocks)}"))
+        rows.append((f"{len(rest):,} others", nbytes, f"{human_bytes(nbytes)}, {_blocks(blocks)}"))
     return Section(
         "Capacity by namespace",
         sentences,
@@ -265,8 +266,8 @@ def wear_section(days: Mapping[int, int]) -> Section:
     return Section(
         "Wear: what was written to the disk",
         [
-            f"{words.size(total)} on {words.plural(len(days), 'day')}, "
-            f"{words.size(max(days.values()))} on the busiest."
+            f"{human_bytes(total)} on {words.plural(len(days), 'day')}, "
+            f"{human_bytes(max(days.values()))} on the busiest."
         ],
         figures.wear(days),
         "Bars: bytes written, by day.",

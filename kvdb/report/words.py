@@ -6,7 +6,6 @@ import unicodedata
 from datetime import UTC, datetime
 
 MAX_NAME = 48
-BYTE_UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
 
 def shown(name: str, most: int = MAX_NAME) -> str:
@@ -35,16 +34,6 @@ def amount(number: float) -> str:
 def plural(number: int, noun: str) -> str:
     """``1 block``, ``12,345 blocks``."""
     return f"{amount(number)} {noun}{'' if number == 1 else 's'}"
-
-
-def size(nbytes: float) -> str:
-    """``1.2 GB``."""
-    value = float(nbytes)
-    for unit in BYTE_UNITS:
-        if abs(value) < 1000 or unit == BYTE_UNITS[-1]:
-            break
-        value /= 1000
-    return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.3g} {unit}"
 
 
 def duration(seconds: float) -> str:
