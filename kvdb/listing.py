@@ -10,16 +10,26 @@ import datetime
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A statement with the named filters it takes, beside ``:limit``."""
+    """A statement and the filters it takes."""
 
     sql: str
     filters: tuple[str, ...]
+
+    def values(self, given: Mapping[str, Any], limit: int) -> dict[str, Any]:
+        """Its parameters, from the filters given by name and the most rows to return."""
+        values = {name: given.get(name) for name in self.filters}
+        if "hash" in values:
+            prefix = values.pop("hash")
+            first, last = (None, None) if prefix is None else hash_range(prefix)
+            values |= {"first_hash": first, "last_hash": last}
+        return {**values, "limit": limit}
 
 
 LISTINGS: Mapping[str, Listing] = {
@@ -37,7 +47,8 @@ LISTINGS: Mapping[str, Listing] = {
                 AND (:until IS NULL OR b.created_at < :until)
                 AND (:min_tokens IS NULL OR b.token_count >= :min_tokens)
                 AND (:min_hits IS NULL OR b.hits >= :min_hits)
-                AND (:hash IS NULL OR substr(lower(hex(b.hash)), 1, length(:hash)) = lower(:hash))
+                AND (:first_hash IS NULL OR b.id IN
+                    (SELECT id FROM blocks WHERE hash BETWEEN :first_hash AND :last_hash))
                 AND (:model IS NULL OR b.namespace_id IN
                     (SELECT id FROM namespaces WHERE model LIKE '%' || :model || '%'))
                 AND (:tenant IS NULL OR b.namespace_id IN
@@ -167,3 +178,11 @@ def moment(text: str, now_us: int) -> int:
     if when.tzinfo is None:
         when = when.replace(tzinfo=datetime.UTC)
     return int(when.timestamp() * 1_000_000)
+
+
+def hash_range(prefix: str) -> tuple[bytes, bytes]:
+    """The first and the last block hash that begin with ``prefix`` in hex. Raises ValueError."""
+    digits = prefix.lower()
+    if not re.fullmatch(r"[0-9a-f]{0,64}", digits):
+        raise ValueError("is not the beginning of a hash in hex")
+    return bytes.fromhex(digits.ljust(64, "0")), bytes.fromhex(digits.ljust(64, "f"))

@@ -32,6 +32,7 @@ VERBS: Mapping[str, str] = {
     "query": "Ask the store in SQL.",
     "rebuild": "Make the index anew from the shards.",
     "report": "Draw what the store holds and saves, as one HTML page.",
+    "shell": "Ask the store at a prompt.",
     "sequences": "List, show, fork and drop named sequences.",
     "simulate": "Replay a trace: what would hit at which size and policy.",
     "unpin": "Let a pinned block go.",

@@ -31,6 +31,23 @@ class Moment(click.ParamType[int]):
             self.fail(f"{value!r} {error}.", param, ctx)
 
 
+class HashPrefix(click.ParamType[str]):
+    """The beginning of a block's hash."""
+
+    name = "hex"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str:
+        from kvdb.listing import hash_range
+
+        try:
+            hash_range(str(value))
+        except ValueError as error:
+            self.fail(f"{value!r} {error}.", param, ctx)
+        return str(value)
+
+
 @click.command()
 @click.argument("kind", metavar="KIND")
 @click.option("--namespace", type=int, metavar="ID", help="Only of this namespace.")
@@ -52,7 +69,7 @@ class Moment(click.ParamType[int]):
     type=click.Choice(("prefill", "decode", "import")),
     help="Only blocks of this origin.",
 )
-@click.option("--hash", metavar="HEX", help="Only blocks whose hash starts so.")
+@click.option("--hash", type=HashPrefix(), metavar="HEX", help="Only blocks whose hash starts so.")
 @click.option("--skip", type=click.Choice(SKIPS), help="Only requests of this kind of skip.")
 @click.option("--reason", metavar="REASON", help="Only requests that missed for this reason.")
 @click.option(
@@ -78,9 +95,8 @@ def ls(kind: str, limit: int, output: Format, **filters: Any) -> None:
         if value is not None and name not in listing.filters:
             raise click.UsageError(f"--{name.replace('_', '-')} does not apply to {kind}.")
     with open_store(read_only=True) as store:
-        given = {name: filters[name] for name in listing.filters}
         # One row more than is shown says whether there are more.
-        result = store.sql(listing.sql, {**given, "limit": limit + 1}, limit=limit)
+        result = store.sql(listing.sql, listing.values(filters, limit + 1), limit=limit)
     write_rows(result.columns, result.rows, output)
     if result.capped:
         say(f"Only the first {limit} rows are shown; --limit shows more.")

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -105,9 +105,7 @@ class SandboxProcess:
             if self._interrupted:
                 raise KeyboardInterrupt from error
             if self._late:
-                raise QueryError(
-                    f"The statement was stopped after {deadline:g} seconds."
-                ) from error
+                raise QueryError(STOPPED.format(deadline)) from error
             raise QueryError(NEEDS_MEMORY) from error  # it gave up, or the kernel ended it
         except QueryError:
             raise
@@ -192,9 +190,7 @@ class SandboxProcess:
                     pipe.close()
 
 
-def serve(
-    arguments: list[str], make_token_text: Callable[[Database], TokenText] | None = None
-) -> None:
+def serve(arguments: list[str], token_text: TokenText | None = None) -> None:
     """What the child does, until its input ends: ``arguments`` are the store and the memory it may
     use in bytes."""
     interrupted = threading.Event()
@@ -208,7 +204,6 @@ def serve(
     except KvdbError as error:
         _answer(_failure(error))
         return
-    token_text = None if make_token_text is None else make_token_text(database)
     for line in sys.stdin:
         interrupted.clear()
         request = json.loads(line)

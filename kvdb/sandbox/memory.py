@@ -48,6 +48,23 @@ def bounded_memory(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
+@contextmanager
+def unbounded_memory() -> Iterator[None]:
+    """Inside, :func:`bounded_memory` does not count: for what the program itself loads while a
+    statement runs."""
+    before = _used()
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if before is None or soft == hard:
+        yield
+        return
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+    try:
+        yield
+    finally:
+        grown = max(0, (_used() or before)[0] - before[0])
+        resource.setrlimit(resource.RLIMIT_DATA, (soft + grown, hard))
+
+
 def _used() -> tuple[int, int] | None:
     """(private memory mapped, resident memory) of this process in bytes, on Linux."""
     try:

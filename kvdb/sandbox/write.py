@@ -27,7 +27,13 @@ PLAIN_DELETE = re.compile(
     r"\s*DELETE\s+FROM\s+(requests|evictions)(?:\s+WHERE\s(.*?))?\s*;?\s*",
     re.IGNORECASE | re.DOTALL,
 )
-WHOLE_NUMBERS = ("max_bytes", "min_free_bytes", "history_requests", "history_evictions")
+WHOLE_NUMBERS = (
+    "max_bytes",
+    "min_free_bytes",
+    "history_requests",
+    "history_evictions",
+    "history_hours",
+)
 LEAST = {"max_bytes": 16 << 20}
 
 
