@@ -37,12 +37,14 @@ def report(
     page is about 5 MB, stands alone and loads nothing from any network. It shows how some prompts
     begin; --no-text leaves that out.
     """
+    from kvdb.cli.token_text import token_decoders
     from kvdb.report import Scope, make_report
 
     if str(file) != "-" and file.suffix.lower() not in SUFFIXES:
         raise click.UsageError(f"{file} must end in .html, so that nothing else is replaced.")
     with open_store(read_only=True) as store:
-        page = make_report(store, Scope(since, namespace, tenant))
+        decoder = (lambda _: None) if no_text else token_decoders(store.path)
+        page = make_report(store, Scope(since, namespace, tenant), decoder)
     if str(file) == "-":
         click.echo(page, nl=False)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 from kvdb.explain import Explanation, explain_request
@@ -30,7 +29,6 @@ def make_report(store: Store, scope: Scope, decoder: Decoder = lambda _: None) -
 
     Reads in short transactions and writes nothing; the parts may be of slightly different moments.
     """
-    decoder = cache(decoder)
     with store.database.read() as connection:
         rows = connection.execute(NAMESPACES, (scope.namespace_id,)).fetchall()
         history = read_history(connection, scope)

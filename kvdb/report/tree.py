@@ -68,11 +68,15 @@ class PrefixTree:
 
 
 def prefix_tree(
-    blocks: HeldBlocks, *, most: int = MAX_BOXES, levels: int = MAX_LEVELS
+    blocks: HeldBlocks,
+    *,
+    most: int = MAX_BOXES,
+    levels: int = MAX_LEVELS,
+    smallest_share: float = MIN_SHARE,
 ) -> PrefixTree:
     """Choose at most ``most`` boxes, heaviest first, at most ``levels`` deep."""
     tree = PrefixTree(tokens=int(blocks.tokens.sum()))
-    smallest = tree.tokens * MIN_SHARE
+    smallest = tree.tokens * smallest_share
     # (weight, row of the run's first block, number of the parent's box, level, tokens before)
     waiting: list[tuple[int, int, int, int, int]] = []
 

@@ -29,6 +29,7 @@ from kvdb.sandbox.statement import (
     DEFAULT_DEADLINE_SECONDS,
     DEFAULT_LIMIT,
     NEEDS_MEMORY,
+    STOPPED,
     Parameters,
     SqlResult,
     run_sql,
