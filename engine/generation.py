@@ -13,10 +13,11 @@ from engine import cachekinds, mlxlm
 from engine.events import End, Event, FinishReason, Progress, Request, Skip, Stats, Token
 from engine.plan import Compute, Plan, Refill, Restore, plan
 from engine.prefill import Cancelled, Prefill
+from engine.prompt.encode import encode
 from engine.restore import Buffers, capacity_for, logits_array, logits_bytes
 from engine.sampling import Choice, Chooser, top_logprobs
 from engine.storage import Recorder
-from engine.text import Output, encode
+from engine.text import Output
 from kvdb.history import RequestRecord
 from kvdb.identity import as_tokens, chain_hashes
 
@@ -46,7 +47,10 @@ class Generation:
         self._cancelled = cancelled
         self._load_ms, self._warmup_ms = load_ms, warmup_ms
         loaded = worker.loaded
-        self._prompt = encode(request, loaded.tokenizer, loaded.context, worker.vocabulary)
+        self._given = encode(
+            request, loaded.prompts, loaded.context, worker.vocabulary, loaded=loaded.tokenizer
+        )
+        self._prompt = self._given.tokens
         self._room = self._generation_room(loaded.context)
         self._chooser = Chooser(request.sampling, self._prompt, worker.vocabulary)
         self._output = Output(request, loaded.tokenizer, loaded.eos, self._room)
@@ -358,7 +362,10 @@ class Generation:
                 first_token_ms=stats.first_token_ms,
                 total_ms=stats.total_ms,
                 touched=self._touched,
-            )
+                unstored=self._unstored(),
+            ),
+            () if self._recorder is None else self._recorder.tickets,
+            self._given.segments,
         )
 
     def _matched(self) -> int:
@@ -367,6 +374,12 @@ class Generation:
             return 0
         match = self._lease.match
         return match.token_count + (0 if match.shared is None else match.shared.token_count)
+
+    def _unstored(self) -> str | None:
+        """Why the state of this request was not kept, where that was meant."""
+        if not self._request.store:
+            return "store_off"
+        return "cancelled" if self._finish == "cancelled" else None
 
     def _tip_hash(self) -> bytes | None:
         """Hash of the block that the stored state of this request ends in."""

@@ -14,7 +14,8 @@ from engine.events import Reuse
 from kvdb.errors import KvdbError
 from kvdb.history import RequestRecord
 from kvdb.identity import Tokens
-from kvdb.writer import Payload
+from kvdb.segments import Segment
+from kvdb.writer import Payload, Ticket
 
 if TYPE_CHECKING:
     from kvdb.builds import Build
@@ -98,12 +99,12 @@ class Storage:
         origin: str,
         exact: bool,
         advance: Running | None,
-    ) -> None:
-        """Hand blocks to the background writer."""
+    ) -> Ticket | None:
+        """Hand blocks to the background writer; None where it takes none."""
         if self.store.read_only:
             self._say("the store is read-only: nothing new is stored")
-            return
-        self._try(
+            return None
+        return self._try(
             lambda: self.store.put(
                 self.namespace,
                 tokens,
@@ -116,9 +117,14 @@ class Storage:
             None,
         )
 
-    def record(self, record: RequestRecord) -> None:
+    def record(
+        self,
+        record: RequestRecord,
+        tickets: Sequence[Ticket],
+        segments: Callable[[], Sequence[Segment]],
+    ) -> None:
         if not self.store.read_only:
-            self._try(lambda: self.store.record(record), None)
+            self._try(lambda: self.store.record(record, tickets, segments), None)
 
     def _try(self, action: Callable[[], T], otherwise: T) -> T:
         try:
@@ -136,7 +142,8 @@ class Storage:
 class Recorder:
     """Puts the blocks of one request, each once, as soon as their state exists.
 
-    ``cut`` gives the parts of tokens start to end. ``known`` blocks are in the store already.
+    ``cut`` gives the parts of tokens start to end. ``known`` blocks are in the store already;
+    ``tickets`` are those of its puts.
     """
 
     def __init__(
@@ -153,6 +160,7 @@ class Recorder:
         self._known = set(known)
         self._exact = exact
         self._running = running
+        self.tickets: list[Ticket] = []
 
     def put_range(self, tokens: Tokens, start: int, end: int, *, origin: str = "prefill") -> None:
         """Put the blocks that end in tokens ``start`` to ``end`` and are not known, one put per
@@ -195,7 +203,9 @@ class Recorder:
 
     def _flush(self, tokens: Tokens, payloads: list[Payload], origin: str) -> None:
         if payloads:
-            self._storage.put(
+            ticket = self._storage.put(
                 tokens, list(payloads), origin=origin, exact=self._exact, advance=self._running
             )
+            if ticket is not None:
+                self.tickets.append(ticket)
             payloads.clear()

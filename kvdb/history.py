@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from kvdb.driver import Connection
 from kvdb.errors import UsageError
+from kvdb.segments import Segment, dump_segments
 
 MAX_TEXT = 32_768
 SKIPS = ("full", "refill", "partial", "approximate", "none")
@@ -16,7 +17,8 @@ class RequestRecord:
     """A row of ``requests``: what was asked, restored, refilled and computed, how long each part
     took (milliseconds), and why it missed; docs/schema.md describes every column. ``touched`` are
     the ids of the blocks it used; ``tip_hash`` is the block that its prompt and answer end in:
-    ``tip_id`` in the row.
+    ``tip_id`` in the row. ``segments`` are the parts of its prompt, ``unstored`` is why not all of
+    its state was kept: both are in the row's ``segments``.
 
     The time to the first token is load + warmup + lookup + restore + prefill + first_sample -
     behind: what was restored or computed only behind a first token sampled from stored logits.
@@ -36,7 +38,7 @@ class RequestRecord:
     client: str = ""
     miss_reason: str | None = None
     deepest_block_id: int | None = None
-    segments: str | None = None
+    segments: tuple[Segment, ...] = ()
     bytes_read: int = 0
     bytes_ram: int = 0
     bytes_remote: int = 0
@@ -51,6 +53,7 @@ class RequestRecord:
     total_ms: float | None = None
     touched: tuple[int, ...] = ()
     tip_hash: bytes | None = None
+    unstored: str | None = None
 
     def __post_init__(self) -> None:
         """Raise UsageError for a row that the table would refuse."""
@@ -77,7 +80,8 @@ class RequestRecord:
             raise UsageError("Restored, refilled, computed and masked must add up to the prompt.")
 
 
-_COLUMNS = tuple(f.name for f in fields(RequestRecord) if f.name not in ("touched", "tip_hash"))
+NO_COLUMNS = ("touched", "tip_hash", "unstored")
+_COLUMNS = tuple(f.name for f in fields(RequestRecord) if f.name not in NO_COLUMNS)
 INSERT_REQUEST = (
     f"INSERT INTO requests ({', '.join(_COLUMNS)}, tip_id) "  # noqa: S608 - our own field names
     f"VALUES ({', '.join('?' * len(_COLUMNS))}, (SELECT id FROM blocks WHERE hash = ?))"
@@ -104,8 +108,9 @@ TRIM_HOURS = (
 
 def insert_request(connection: Connection, record: RequestRecord) -> None:
     """Write one row."""
-    values = [_storable(getattr(record, name)) for name in _COLUMNS]
-    connection.execute(INSERT_REQUEST, [*values, record.tip_hash])
+    values = {name: _storable(getattr(record, name)) for name in _COLUMNS}
+    values["segments"] = dump_segments(record.segments, record.unstored)
+    connection.execute(INSERT_REQUEST, [*values.values(), record.tip_hash])
 
 
 def trim_history(connection: Connection, most: int) -> None:
@@ -119,6 +124,4 @@ def _storable(value: object) -> object:
     """Text as SQLite takes it: no lone surrogates, and no longer than history is worth."""
     if not isinstance(value, str):
         return value
-    if len(value) > MAX_TEXT:
-        return None if value.startswith("[") else value[:MAX_TEXT]
-    return value.encode("utf-8", "replace").decode()
+    return value[:MAX_TEXT].encode("utf-8", "replace").decode()
