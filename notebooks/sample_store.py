@@ -4,8 +4,8 @@ Four tenants ask two models. Every request really is looked up and stored throug
 API; only the clock, the tokens and the model's speed are made up, all from one seed:
 
 - ``support`` has one long system prompt and many short chats;
-- ``coding`` lets conversations grow, and for some days puts the time at the front of its prompt,
-  so that nothing matches any more;
+- ``coding`` lets conversations grow, and in the last fifth of the days puts the time at the front
+  of its prompt, so that nothing matches any more;
 - ``reading`` sends long documents, and comes back to some of them, at once or days later;
 - ``nightly`` asks the same questions every night.
 """
@@ -35,6 +35,7 @@ from kvdb import (
 from kvdb.clock import Environment
 from kvdb.identity import chain_hashes
 from kvdb.opening import open_store
+from kvdb.segments import Segment, content_digest
 
 Tokens = npt.NDArray[np.uint32]
 
@@ -68,14 +69,30 @@ CODER = Model("coder-30b", 150)
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request: when (Unix seconds), who, which model, with which prompt and answer."""
+    """One request: when (Unix seconds), who, which model, with which prompt and answer. The first
+    of several parts of a prompt is the system prompt, the others are messages."""
 
     at: float
     tenant: str
     client: str
     model: Model
-    prompt: Tokens
+    parts: tuple[Tokens, ...]
     answer: Tokens
+
+    @property
+    def prompt(self) -> Tokens:
+        return np.concatenate(self.parts)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        segments = []
+        for number, part in enumerate(self.parts):
+            role = "system" if number == 0 and len(self.parts) > 1 else "user"
+            kind = "system" if role == "system" else "message"
+            end = sum(map(len, self.parts[: number + 1]))
+            digest = content_digest(part.tobytes().hex())
+            segments.append(Segment(kind, end, role, number, digest=digest))
+        return tuple(segments)
 
 
 class Clock:
@@ -90,7 +107,7 @@ class Clock:
 
 def make_store(path: Path, *, days: int = 28, end: float = END, seed: int = 1) -> Path:
     """Make a store of ``days`` days up to ``end`` at ``path``, which must not exist. About 60
-    requests a day; 28 days take some ten seconds."""
+    requests a day; 28 days take about 20 seconds."""
     clock = Clock(end - days * DAY)
     options = Options(max_bytes=MAX_BYTES, min_free_bytes=0, program="sample")
     environment = Environment(now_us=clock.now_us)
@@ -117,11 +134,11 @@ def workload(days: int, end: float, random: np.random.Generator) -> Iterator[Ask
     def text(tokens: float) -> Tokens:
         return random.integers(0, 32_000, max(1, int(tokens)), dtype=np.uint32)
 
-    def ask(at: float, tenant: str, model: Model, prompt: Tokens, answer: float = 40) -> Asked:
-        return Asked(at, tenant, f"{tenant}-{int(at) % 3 + 1}", model, prompt, text(answer))
+    def ask(at: float, tenant: str, model: Model, *parts: Tokens, answer: float = 40) -> Asked:
+        return Asked(at, tenant, f"{tenant}-{int(at) % 3 + 1}", model, parts, text(answer))
 
     support_prompt, coding_prompt = text(900), text(1_500)
-    questions = [np.concatenate([support_prompt, text(120)]) for _ in range(6)]
+    questions = [text(120) for _ in range(6)]
     for day in range(days):
         midnight = end - (days - day) * DAY
         weekend = datetime.fromtimestamp(midnight, UTC).weekday() >= 5
@@ -130,30 +147,32 @@ def workload(days: int, end: float, random: np.random.Generator) -> Iterator[Ask
             return midnight + 3600 * random.uniform(first, last)
 
         for _ in range(6 if weekend else 22):
-            prompt = np.concatenate([support_prompt, text(random.uniform(30, 200))])
-            yield ask(hour(7, 21), "support", CHAT, prompt)
+            question = text(random.uniform(30, 200))
+            yield ask(hour(7, 21), "support", CHAT, support_prompt, question)
         for _ in range(0 if weekend else 3):
             at = hour(9, 17)
-            clock_first = days * 0.5 <= day < days * 0.75
-            conversation = coding_prompt
+            clock_first = day >= days * 0.8
+            system = coding_prompt
+            conversation: list[Tokens] = []
             for _ in range(int(random.integers(4, 9))):
-                conversation = np.concatenate([conversation, text(random.uniform(80, 300))])
-                front = [text(12)] if clock_first else []
-                asked = ask(at, "coding", CODER, np.concatenate([*front, conversation]), 120)
+                if clock_first:
+                    system = np.concatenate([text(12), coding_prompt])
+                conversation.append(text(random.uniform(80, 300)))
+                asked = ask(at, "coding", CODER, system, *conversation, answer=120)
                 yield asked
-                conversation = np.concatenate([conversation, asked.answer])
+                conversation.append(asked.answer)
                 at += random.exponential(1800)
                 if at > end:
                     break
         for _ in range(1 if weekend else 5):
             at, document = hour(8, 23), text(random.uniform(1_000, 3_000))
             for _ in range(int(random.integers(1, 5))):
-                yield ask(at, "reading", CHAT, np.concatenate([document, text(40)]), 100)
+                yield ask(at, "reading", CHAT, np.concatenate([document, text(40)]), answer=100)
                 at += random.exponential(DAY)
                 if at > end:
                     break
         for number, question in enumerate(questions):
-            yield ask(midnight + 2 * 3600 + 20 * number, "nightly", CHAT, question)
+            yield ask(midnight + 2 * 3600 + 20 * number, "nightly", CHAT, support_prompt, question)
 
 
 def serve(store: Store, namespace: Namespace, asked: Asked, random: np.random.Generator) -> None:
@@ -202,6 +221,7 @@ def serve(store: Store, namespace: Namespace, asked: Asked, random: np.random.Ge
             first_token_ms=first_token_ms,
             total_ms=first_token_ms + 25 * len(asked.answer),
             touched=tuple(block.id for block in match.blocks),
+            segments=asked.segments,
         )
     )
     store.flush()

@@ -1,14 +1,13 @@
 """The costliest misses, each with its diagnosis.
 
-Requests that stopped matching at the same block for the same reason are one miss that happened
-several times; its latest request is the one that is explained.
+Requests of one tenant that stopped matching at the same block for the same reason are one miss
+that happened several times. It is explained by its latest request whose tokens are still there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from kvdb.driver import Database
 from kvdb.errors import KvdbError
@@ -16,17 +15,24 @@ from kvdb.explain import Explanation
 from kvdb.report.history import Scope
 
 MOST = 10
-# What matched nothing is a miss of its own. Refilled and computed tokens are what it cost.
+# So many of a miss's latest requests are tried.
+MOST_TRIED = 5
+TOKENS_GONE = "tokens_gone"
 COSTLIEST = """
-SELECT count(*), max(id), max(started_at), sum(computed_tokens + refilled_tokens),
-    sum(coalesce(prefill_ms, 0)) / 1000, tenant, namespace_id, miss_reason
+SELECT tenant, namespace_id, miss_reason, deepest_block_id, count(*), max(started_at),
+    sum(computed_tokens + refilled_tokens), sum(coalesce(prefill_ms, 0)) / 1000
 FROM requests
 WHERE miss_reason IS NOT NULL
     AND (:since IS NULL OR started_at >= :since)
     AND (:namespace IS NULL OR namespace_id = :namespace)
     AND (:tenant IS NULL OR tenant = :tenant)
-GROUP BY namespace_id, tenant, miss_reason, coalesce(deepest_block_id, -id)
-ORDER BY 5 DESC, 4 DESC, 2 DESC LIMIT :most
+GROUP BY 1, 2, 3, 4
+ORDER BY 8 DESC, 7 DESC, 6 DESC LIMIT :most
+"""
+LATEST = """
+SELECT id FROM requests
+WHERE tenant = ? AND namespace_id IS ? AND miss_reason = ? AND deepest_block_id IS ?
+ORDER BY id DESC LIMIT ?
 """
 
 # Request id and its namespace → why it missed.
@@ -35,33 +41,60 @@ Explain = Callable[[int, int | None], Explanation]
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """What happened ``requests`` times, last to ``request_id`` at ``latest_us``. ``explanation``
-    is None where the history no longer tells enough."""
+    """What happened ``requests`` times, last at ``latest_us``; ``computed_tokens`` and ``seconds``
+    are those of all of them. ``explanation`` is that of ``request_id``; None when it went."""
 
-    requests: int
-    request_id: int
-    latest_us: int
-    computed_tokens: int
-    seconds: float
     tenant: str
     namespace_id: int | None
     reason: str
+    requests: int
+    latest_us: int
+    computed_tokens: int
+    seconds: float
+    request_id: int
     explanation: Explanation | None
 
 
 def costliest_misses(
     database: Database, scope: Scope, explain: Explain, most: int = MOST
 ) -> list[Miss]:
-    """At most ``most``, by the seconds their prefills took."""
+    """At most ``most``, by the seconds that their prefills took."""
     with database.read() as connection:
-        rows: list[tuple[Any, ...]] = connection.execute(
-            COSTLIEST, {**scope.parameters(), "most": most}
-        ).fetchall()
-    return [Miss(*(*row, _explained(explain, row[1], row[6]))) for row in rows]
+        rows = connection.execute(COSTLIEST, {**scope.parameters(), "most": most}).fetchall()
+        latest = [
+            [id_ for (id_,) in connection.execute(LATEST, (*row[:4], MOST_TRIED))] for row in rows
+        ]
+    misses = []
+    for row, request_ids in zip(rows, latest, strict=True):
+        tenant, namespace_id, reason, _, requests, latest_us, tokens, seconds = row
+        request_id, explanation = _explain_one(explain, request_ids, namespace_id)
+        misses.append(
+            Miss(
+                tenant,
+                namespace_id,
+                reason,
+                requests,
+                latest_us,
+                tokens,
+                seconds,
+                request_id,
+                explanation,
+            )
+        )
+    return misses
 
 
-def _explained(explain: Explain, request_id: int, namespace_id: int | None) -> Explanation | None:
-    try:
-        return explain(request_id, namespace_id)
-    except KvdbError:  # the request, or what it is compared with, went meanwhile
-        return None
+def _explain_one(
+    explain: Explain, request_ids: list[int], namespace_id: int | None
+) -> tuple[int, Explanation | None]:
+    """The first of these requests that can be explained, else the first, and its explanation."""
+    gone = None
+    for request_id in request_ids:
+        try:
+            explanation = explain(request_id, namespace_id)
+        except KvdbError:  # its row, or what it is compared with, went meanwhile
+            continue
+        if explanation.code != TOKENS_GONE:
+            return request_id, explanation
+        gone = gone or explanation
+    return request_ids[0], gone

@@ -12,7 +12,7 @@ from kvdb.report.figures import Figure
 from kvdb.report.history import DAY_US, HOUR_US, History, Use
 from kvdb.report.losses import REASONS, Evicted
 from kvdb.report.misses import Miss
-from kvdb.report.tree import Beginning, PrefixTree
+from kvdb.report.tree import Beginning, Box, PrefixTree
 
 MOST_ROWS = 12
 MOST_PREFIXES = 10
@@ -228,7 +228,7 @@ def _prefix_table(
             names.get(box.namespace_id, "(gone)"),
             f"{box.start:,} to {box.end:,}",
             f"{box.hits:,}×",
-            beginnings[box.number].text or "",
+            _beginning(box, beginnings),
         ]
         for box in used[:MOST_PREFIXES]
     ]
@@ -236,6 +236,11 @@ def _prefix_table(
     if not any(row[-1] for row in rows):  # no tokenizer is known
         headers, rows = headers[:-1], [row[:-1] for row in rows]
     return Table(headers, rows, frozenset({2, 3})) if rows else None
+
+
+def _beginning(box: Box, beginnings: Mapping[int, Beginning]) -> str:
+    text = beginnings[box.number].text or ""
+    return f"… {text}" if text and box.start else text
 
 
 def evictions_section(rows: Sequence[Evicted]) -> Section:
@@ -290,21 +295,23 @@ def misses_section(misses: Sequence[Miss], names: Mapping[int, str]) -> Section:
 
 def _miss_card(miss: Miss, names: Mapping[int, str]) -> Card:
     times = "once" if miss.requests == 1 else f"{miss.requests:,} times"
+    last = "" if miss.requests == 1 else "last "
     facts = [
         f"{words.plural(miss.computed_tokens, 'token')} computed, {times}",
         f"tenant {miss.tenant or '(none)'}",
         f"model {names.get(miss.namespace_id or 0, '(gone)')}",
-        f"last at {words.moment(miss.latest_us)}, request {miss.request_id}",
+        f"{last}at {words.moment(miss.latest_us)}",
     ]
     explanation = miss.explanation
     if explanation is None:
         return Card(words.duration(miss.seconds), facts, [f"The history says: {miss.reason}."])
-    where = [f"It stops in {explanation.where}."] if explanation.where else []
+    facts.append(f"explained by request {miss.request_id}")
+    where = f" It stops in {explanation.where}." if explanation.where else ""
     texts = {"stored": explanation.stored_text, "asked": explanation.prompt_text}
     return Card(
         words.duration(miss.seconds),
         facts,
-        [text for text in (explanation.diagnosis, *where, explanation.advice) if text],
+        [text for text in (explanation.diagnosis + where, explanation.advice) if text],
         {name: text for name, text in texts.items() if text},
     )
 

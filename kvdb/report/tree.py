@@ -7,6 +7,7 @@ the boxes of the picture: the heaviest ones are opened first until there are eno
 from __future__ import annotations
 
 import heapq
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,8 @@ MAX_LEVELS = 8
 MIN_SHARE = 0.004
 # How much of a run is decoded to show how it begins.
 SHOWN_TOKENS = 24
+# The marks of chat templates, such as <|im_start|>, are the same everywhere.
+MARKUP = re.compile(r"<\|[^|<>]{1,40}\|>")
 BEGINNING = (
     "SELECT lower(hex(b.hash)), substr(t.tokens, 1, ?) FROM blocks AS b "
     "LEFT JOIN block_tokens AS t ON t.block_id = b.id WHERE b.id = ?"
@@ -131,6 +134,7 @@ def read_beginnings(
             decode = decoder(box.namespace_id)
             text = None
             if decode is not None and row[1] is not None:
-                text = " ".join(decode(np.frombuffer(row[1], "<u4").tolist()).split())
+                text = decode(np.frombuffer(row[1], "<u4").tolist())
+                text = " ".join(MARKUP.sub(" ", text).split())
             beginnings[box.number] = Beginning(row[0], text)
     return beginnings

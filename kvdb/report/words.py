@@ -16,10 +16,10 @@ def shown(name: str, most: int = MAX_NAME) -> str:
 
 
 def _visible(character: str) -> str:
-    if ord(character) < 32:
-        return chr(0x2400 + ord(character))  # the pictures of control characters: ␀ … ␟
+    if character == "\n":
+        return "↵"
     if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
-        return f"⟨{ord(character):04X}⟩"
+        return f"⟨{ord(character):02X}⟩"
     return character
 
 
