@@ -4,7 +4,7 @@ Four tenants ask two models. Every request really is looked up and stored throug
 API; only the clock, the tokens and the model's speed are made up, all from one seed:
 
 - ``support`` has one long system prompt and many short chats;
-- ``coding`` lets conversations grow, and in the last fifth of the days puts the time at the front
+- ``coding`` lets conversations grow, and in the last fifth of the days puts the time near the front
   of its prompt, so that nothing matches any more;
 - ``reading`` sends long documents, and comes back to some of them, at once or days later;
 - ``nightly`` asks the same questions every night.
@@ -138,6 +138,7 @@ def workload(days: int, end: float, random: np.random.Generator) -> Iterator[Ask
         return Asked(at, tenant, f"{tenant}-{int(at) % 3 + 1}", model, parts, text(answer))
 
     support_prompt, coding_prompt = text(900), text(1_500)
+    opening, rules = coding_prompt[:8], coding_prompt[8:]
     questions = [text(120) for _ in range(6)]
     for day in range(days):
         midnight = end - (days - day) * DAY
@@ -156,7 +157,7 @@ def workload(days: int, end: float, random: np.random.Generator) -> Iterator[Ask
             conversation: list[Tokens] = []
             for _ in range(int(random.integers(4, 9))):
                 if clock_first:
-                    system = np.concatenate([text(12), coding_prompt])
+                    system = np.concatenate([opening, text(6), rules])
                 conversation.append(text(random.uniform(80, 300)))
                 asked = ask(at, "coding", CODER, system, *conversation, answer=120)
                 yield asked
