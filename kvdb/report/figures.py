@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -117,36 +118,41 @@ def icicle(
     tree: PrefixTree, names: Mapping[int, str], beginnings: Mapping[int, Beginning]
 ) -> Figure:
     """``names`` of namespaces, and how the boxes begin, by their numbers."""
-    namespaces = sorted({box.namespace_id for box in tree.boxes})
-    totals = {
-        namespace: sum(
-            box.subtree_tokens
-            for box in tree.boxes
-            if box.parent < 0 and box.namespace_id == namespace
-        )
-        for namespace in namespaces
-    }
     hottest = max((box.hits for box in tree.boxes), default=0)
-    heads = [(f"n{n}", names.get(n, ""), totals[n]) for n in namespaces]
-    root = ""
-    if len(heads) > 1:  # plotly would draw a black box instead
-        root = "all"
-        heads.insert(0, (root, "all models", sum(totals.values())))
-    ids = [id_ for id_, _, _ in heads]
-    labels = [f"<b>{label(name)}</b><br>{words.amount(tokens)} tokens" for _, name, tokens in heads]
-    parents = [root if id_ != root else "" for id_ in ids]
-    values = [tokens for _, _, tokens in heads]
-    colours = [0.0] * len(ids)
+    totals: dict[int, int] = defaultdict(int)
+    rows: list[tuple[str, str, str, int, float]] = []  # id, parent, label, tokens, heat
+
+    def add(id_: str, parent: int, namespace_id: int, text: str, tokens: int, heat: float) -> None:
+        if parent < 0:
+            totals[namespace_id] += tokens
+        rows.append((id_, f"b{parent}" if parent >= 0 else f"n{namespace_id}", text, tokens, heat))
+
     for box in tree.boxes:
-        ids.append(f"b{box.number}")
-        parents.append(f"b{box.parent}" if box.parent >= 0 else f"n{box.namespace_id}")
         beginning = beginnings.get(box.number)
         used = "never used again" if box.hits == 0 else f"used {words.amount(box.hits)}×"
-        span = f"{box.end - box.start:,} tokens, {used}"
-        begins = "" if beginning is None or not beginning.text else label(beginning.text, 30)
-        labels.append(f"{begins}<br>{span}" if begins else span)
-        values.append(box.subtree_tokens)
-        colours.append(_heat(box.hits))
+        text = f"{box.end - box.start:,} tokens, {used}"
+        if beginning is not None and beginning.text:
+            text = f"{label(beginning.text, 30)}<br>{text}"
+        add(
+            f"b{box.number}",
+            box.parent,
+            box.namespace_id,
+            text,
+            box.subtree_tokens,
+            _heat(box.hits),
+        )
+    for number, rest in enumerate(tree.rests):
+        text = f"{rest.branches:,} more, not drawn"
+        add(f"r{number}", rest.parent, rest.namespace_id, text, rest.tokens, 0)
+    # Without a root plotly would draw a black one.
+    root = "all" if len(totals) > 1 else ""
+    for namespace_id, tokens in totals.items():
+        text = f"<b>{label(names.get(namespace_id, ''))}</b><br>{words.amount(tokens)} tokens"
+        rows.append((f"n{namespace_id}", root, text, tokens, 0))
+    if root:
+        text = f"<b>all models</b><br>{words.amount(tree.tokens)} tokens"
+        rows.append((root, "", text, tree.tokens, 0))
+    ids, parents, labels, values, colours = map(list, zip(*rows, strict=True))
     return {
         "data": [
             {

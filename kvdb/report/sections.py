@@ -202,15 +202,14 @@ def tree_section(
 
 
 def _left_out(tree: PrefixTree) -> str:
-    hidden = tree.tokens - tree.shown_tokens
-    if not tree.branches_left_out:
+    if not tree.rests:
         return "All stored prefixes are drawn."
+    branches = sum(rest.branches for rest in tree.rests)
+    tokens = sum(rest.tokens for rest in tree.rests)
     return (
-        f"Drawn are the heaviest {len(tree.boxes):,} pieces. Left out: "
-        f"{words.amount(tree.branches_left_out)} lighter or deeper "
-        f"{'branch' if tree.branches_left_out == 1 else 'branches'} with what stands on them, "
-        f"{words.amount(hidden)} of {words.plural(tree.tokens, 'token')} "
-        f"({words.percent(hidden / tree.tokens)})."
+        f"Drawn are the heaviest {len(tree.boxes):,} pieces. Left out: {branches:,} lighter or "
+        f"deeper {'branch' if branches == 1 else 'branches'}, {words.amount(tokens)} of "
+        f"{words.plural(tree.tokens, 'token')} ({words.percent(tokens / tree.tokens)})."
     )
 
 

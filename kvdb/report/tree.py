@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -60,14 +60,23 @@ class Beginning:
 
 
 @dataclass(slots=True)
+class Rest:
+    """What stands on a box, or at the root of a namespace, and is not drawn."""
+
+    parent: int
+    namespace_id: int
+    branches: int = 0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
 class PrefixTree:
-    """The boxes, each after its parent. ``tokens`` is what all roots hold; ``shown_tokens`` what
-    lies in the boxes themselves, ``branches_left_out`` how many lighter branches were not drawn."""
+    """The boxes, each after its parent, and what was left out. ``tokens`` is what all roots hold;
+    it is the tokens in the boxes themselves and those in ``rests``."""
 
     boxes: list[Box] = field(default_factory=list)
+    rests: list[Rest] = field(default_factory=list)
     tokens: int = 0
-    shown_tokens: int = 0
-    branches_left_out: int = 0
 
 
 def prefix_tree(
@@ -80,25 +89,33 @@ def prefix_tree(
     """Choose at most ``most`` boxes, heaviest first, at most ``levels`` deep."""
     tree = PrefixTree(tokens=int(blocks.tokens.sum()))
     smallest = tree.tokens * smallest_share
+    rests: dict[tuple[int, int], Rest] = {}
     # (weight, row of the run's first block, number of the parent's box, level, tokens before)
     waiting: list[tuple[int, int, int, int, int]] = []
 
-    def wait(rows: Iterator[int], parent: int, level: int, start: int) -> None:
+    def leave_out(row: int, parent: int) -> None:
+        namespace_id = int(blocks.namespace[row])
+        rest = rests.setdefault((parent, namespace_id), Rest(parent, namespace_id))
+        rest.branches += 1
+        rest.tokens += int(blocks.subtree_tokens[row])
+
+    def wait(rows: Iterable[int], parent: int, level: int, start: int) -> None:
         for row in rows:
             weight = int(blocks.subtree_tokens[row])
             if weight < smallest or level == levels:
-                tree.branches_left_out += 1
+                leave_out(row, parent)
             else:
                 heapq.heappush(waiting, (-weight, row, parent, level, start))
 
-    wait(map(int, blocks.children(-1)), -1, 0, 0)
+    wait(blocks.children(-1).tolist(), -1, 0, 0)
     while waiting and len(tree.boxes) < most:
         _, row, parent, level, start = heapq.heappop(waiting)
         box, last = _run(blocks, row, len(tree.boxes), parent, start)
         tree.boxes.append(box)
-        tree.shown_tokens += box.end - box.start
-        wait(map(int, blocks.children(last)), box.number, level + 1, box.end)
-    tree.branches_left_out += len(waiting)
+        wait(blocks.children(last).tolist(), box.number, level + 1, box.end)
+    for _, row, parent, _, _ in waiting:
+        leave_out(row, parent)
+    tree.rests = list(rests.values())
     return tree
 
 

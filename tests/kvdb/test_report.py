@@ -145,7 +145,7 @@ def test_its_numbers_are_those_of_the_tables(sample: Store) -> None:
     )
     icicle = next(f for f in page.figures.values() if f["data"][0]["type"] == "icicle")["data"][0]
     (root,) = (v for v, p in zip(icicle["values"], icicle["parents"], strict=True) if p == "")
-    assert root <= _one(sample, "SELECT sum(live_tokens) FROM namespaces")
+    assert root == _one(sample, "SELECT sum(token_count) FROM block_usage")
     slowest = _one(
         sample, "SELECT max(prefill_ms) / 1e3 FROM requests WHERE deepest_block_id IS NULL"
     )
@@ -243,10 +243,11 @@ def test_the_tree_adds_up(seed: int) -> None:
         assert box.subtree_tokens == below[box.block_id]
         if box.parent >= 0:
             assert box.start == tree.boxes[box.parent].end
-    assert tree.shown_tokens == sum(box.end - box.start for box in tree.boxes)
+    shown = sum(box.end - box.start for box in tree.boxes)
+    assert tree.tokens == shown + sum(rest.tokens for rest in tree.rests)
     whole = prefix_tree(blocks, most=10_000, levels=10_000, smallest_share=0)
-    assert whole.shown_tokens == whole.tokens
-    assert whole.branches_left_out == 0
+    assert whole.tokens == sum(box.end - box.start for box in whole.boxes)
+    assert whole.rests == []
 
 
 def test_blocks_beyond_the_most_are_said(sample: Store) -> None:
