@@ -8,11 +8,12 @@ ALTER TABLE requests ADD COLUMN bytes_remote INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE requests ADD COLUMN warmup_ms REAL;
 ALTER TABLE requests ADD COLUMN first_sample_ms REAL;
 ALTER TABLE requests ADD COLUMN behind_ms REAL;
+ALTER TABLE requests ADD COLUMN unstored TEXT;
 
 -- missed_prefixes reads this index alone.
 CREATE INDEX requests_by_miss
     ON requests (namespace_id, miss_reason, deepest_block_id, computed_tokens, started_at)
-    WHERE computed_tokens > 0;
+    WHERE computed_tokens > 0 AND miss_reason IS NOT NULL;
 -- The top levels of a prefix tree, without a walk through the rest.
 CREATE INDEX blocks_by_depth ON blocks (namespace_id, depth);
 
@@ -130,23 +131,39 @@ WHEN old.state = 'writing' AND new.state = 'live' AND old.process_id IS NOT NULL
 END;
 
 -- Settings are what users may write: a bad one would trim all history, or keep the store shut.
-CREATE TRIGGER settings_added BEFORE INSERT ON settings
-WHEN new.key IN (
-    'max_bytes', 'min_free_bytes', 'history_requests', 'history_evictions', 'history_hours'
-) BEGIN
-    SELECT RAISE(ABORT, 'this setting is a whole number from 0 on')
-    WHERE CAST(CAST(new.value AS INTEGER) AS TEXT) <> new.value OR CAST(new.value AS INTEGER) < 0;
-    SELECT RAISE(ABORT, 'max_bytes is at least 16777216')
-    WHERE new.key = 'max_bytes' AND CAST(new.value AS INTEGER) < 16777216;
+CREATE TRIGGER settings_added BEFORE INSERT ON settings BEGIN
+    SELECT RAISE(ABORT, 'the setting max_bytes is a whole number of at least 16777216') WHERE new.key = 'max_bytes'
+        AND (CAST(CAST(new.value AS INTEGER) AS TEXT) <> new.value
+            OR CAST(new.value AS INTEGER) < 16777216);
+    SELECT RAISE(ABORT, 'the setting min_free_bytes is a whole number of at least 0') WHERE new.key = 'min_free_bytes'
+        AND (CAST(CAST(new.value AS INTEGER) AS TEXT) <> new.value
+            OR CAST(new.value AS INTEGER) < 0);
+    SELECT RAISE(ABORT, 'the setting history_requests is a whole number of at least 0') WHERE new.key = 'history_requests'
+        AND (CAST(CAST(new.value AS INTEGER) AS TEXT) <> new.value
+            OR CAST(new.value AS INTEGER) < 0);
+    SELECT RAISE(ABORT, 'the setting history_evictions is a whole number of at least 0') WHERE new.key = 'history_evictions'
+        AND (CAST(CAST(new.value AS INTEGER) AS TEXT) <> new.value
+            OR CAST(new.value AS INTEGER) < 0);
+    SELECT RAISE(ABORT, 'the setting history_hours is a whole number of at least 0') WHERE new.key = 'history_hours'
+        AND (CAST(CAST(new.value AS INTEGER) AS TEXT) <> new.value
+            OR CAST(new.value AS INTEGER) < 0);
 END;
-CREATE TRIGGER settings_changed BEFORE UPDATE ON settings
-WHEN new.key IN (
-    'max_bytes', 'min_free_bytes', 'history_requests', 'history_evictions', 'history_hours'
-) BEGIN
-    SELECT RAISE(ABORT, 'this setting is a whole number from 0 on')
-    WHERE CAST(CAST(new.value AS INTEGER) AS TEXT) <> new.value OR CAST(new.value AS INTEGER) < 0;
-    SELECT RAISE(ABORT, 'max_bytes is at least 16777216')
-    WHERE new.key = 'max_bytes' AND CAST(new.value AS INTEGER) < 16777216;
+CREATE TRIGGER settings_changed BEFORE UPDATE ON settings BEGIN
+    SELECT RAISE(ABORT, 'the setting max_bytes is a whole number of at least 16777216') WHERE new.key = 'max_bytes'
+        AND (CAST(CAST(new.value AS INTEGER) AS TEXT) <> new.value
+            OR CAST(new.value AS INTEGER) < 16777216);
+    SELECT RAISE(ABORT, 'the setting min_free_bytes is a whole number of at least 0') WHERE new.key = 'min_free_bytes'
+        AND (CAST(CAST(new.value AS INTEGER) AS TEXT) <> new.value
+            OR CAST(new.value AS INTEGER) < 0);
+    SELECT RAISE(ABORT, 'the setting history_requests is a whole number of at least 0') WHERE new.key = 'history_requests'
+        AND (CAST(CAST(new.value AS INTEGER) AS TEXT) <> new.value
+            OR CAST(new.value AS INTEGER) < 0);
+    SELECT RAISE(ABORT, 'the setting history_evictions is a whole number of at least 0') WHERE new.key = 'history_evictions'
+        AND (CAST(CAST(new.value AS INTEGER) AS TEXT) <> new.value
+            OR CAST(new.value AS INTEGER) < 0);
+    SELECT RAISE(ABORT, 'the setting history_hours is a whole number of at least 0') WHERE new.key = 'history_hours'
+        AND (CAST(CAST(new.value AS INTEGER) AS TEXT) <> new.value
+            OR CAST(new.value AS INTEGER) < 0);
 END;
 
 -- What an older program recorded is counted too; of writes, the shards that are still there.
@@ -304,7 +321,7 @@ SELECT
 FROM (
     SELECT namespace_id, miss_reason, deepest_block_id, count(*) AS requests,
         sum(computed_tokens) AS computed_tokens, max(started_at) AS latest_at
-    FROM requests WHERE computed_tokens > 0
+    FROM requests WHERE computed_tokens > 0 AND miss_reason IS NOT NULL
     GROUP BY namespace_id, miss_reason, deepest_block_id
     ORDER BY computed_tokens DESC
 ) AS m;

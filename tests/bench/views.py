@@ -35,7 +35,9 @@ PROMPTS, PROMPT_BLOCKS = 25, 8
 CHAIN_BLOCKS = 32
 SEQUENCES = 100
 REASONS = ("diverged", "not_stored", "evicted", "new_namespace", None)
-MONTHS_US = 92 * 24 * 3600 * 1_000_000
+DAY_US = 24 * 3600 * 1_000_000
+DAYS = 92
+SHARDS_A_DAY = 50
 CHAINS_PER_TRANSACTION = 500
 REQUESTS_PER_TRANSACTION = 10_000
 
@@ -96,10 +98,14 @@ def fill(store: Store, blocks: int, requests: int) -> None:
             [(f"agent-{n}", ends[n * len(ends) // SEQUENCES]) for n in range(SEQUENCES)],
         )
     random = np.random.default_rng(1)
+    start = time.time_ns() // 1000 - DAYS * DAY_US
+    with store.database.write() as connection:
+        _add_days(connection, start)
     for first in range(0, requests, REQUESTS_PER_TRANSACTION):
         count = min(REQUESTS_PER_TRANSACTION, requests - first)
         with store.database.write() as connection:
-            _add_requests(connection, random, first / requests, count, requests, tips, ends)
+            at = start + first * (DAYS * DAY_US // requests)
+            _add_requests(connection, random, at, DAYS * DAY_US // requests, count, tips, ends)
 
 
 def _add_chain(
@@ -137,16 +143,33 @@ def _add_chain(
     return parent
 
 
+def _add_days(connection: Connection, start: int) -> None:
+    """What went and what was written, day by day."""
+    for day in range(DAYS):
+        at = start + day * DAY_US
+        connection.executemany(
+            "INSERT INTO evictions (evicted_at, namespace_id, block_hash, depth, token_count, "
+            "reason, nbytes) VALUES (?, ?, randomblob(32), 9, ?, ?, 65536)",
+            [
+                (at, number % NAMESPACES + 1, BLOCK_TOKENS, ("limit", "quota")[number % 2])
+                for number in range(1000)
+            ],
+        )
+        connection.executemany(
+            "INSERT INTO write_totals VALUES (?, ?, ?, ?)",
+            [(at, n, SHARDS_A_DAY, SHARDS_A_DAY << 26) for n in range(1, NAMESPACES + 1)],
+        )
+
+
 def _add_requests(
     connection: Connection,
     random: np.random.Generator,
-    begin: float,
+    start: int,
+    step: int,
     count: int,
-    total: int,
     tips: list[int],
     ends: list[int],
 ) -> None:
-    start = time.time_ns() // 1000 - MONTHS_US + int(begin * MONTHS_US)
     rows: list[tuple[Any, ...]] = []
     for number in range(count):
         computed, restored = int(random.integers(1, 4000)), int(random.integers(0, 30_000))
@@ -154,7 +177,7 @@ def _add_requests(
         computed = 0 if reason is None else computed
         rows.append(
             (
-                start + number * (MONTHS_US // total),
+                start + number * step,
                 int(random.integers(NAMESPACES)) + 1,
                 f"tenant-{int(random.integers(TENANTS))}",
                 restored + computed,

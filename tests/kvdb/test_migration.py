@@ -16,6 +16,7 @@ import pytest
 import kvdb
 from kvdb import driver
 from kvdb.errors import StoreLocked, StoreUnavailable
+from kvdb.locks import FileLock
 from kvdb.opening import share_store
 from tests.support import BLOCK, check_prefix, open_namespace, put_all, random_tokens
 
@@ -147,19 +148,25 @@ def test_an_old_store_that_is_rebuilt_keeps_its_history(old: Path) -> None:
     with kvdb.open(old) as store:
         assert store.sql("SELECT count(*) FROM requests").rows == [(len(before["requests"]),)]
         assert store.sql("SELECT sum(requests) FROM tenant_usage").rows == [(4,)]
+        # What was found was not written now.
+        assert store.sql("SELECT * FROM daily_wear").rows == []
 
 
-def test_openers_of_an_old_store_take_turns(old: Path) -> None:
+def test_an_opener_waits_for_others_that_found_the_store_old(
+    old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = contents(old / "index.sqlite")
-    code = "import sys, kvdb; kvdb.open(sys.argv[1]).close()"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(old)],
-            env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
-        )
-        for _ in range(3)
-    ]
-    assert [process.wait(60) for process in processes] == [0, 0, 0]
+    other = share_store(old)
+
+    class Queueing(FileLock):
+        def acquire(
+            self, *, shared: bool = False, blocking: bool = True, create: bool = True
+        ) -> bool:
+            if blocking and not shared:
+                other.release()  # it goes when someone waits
+            return super().acquire(shared=shared, blocking=blocking, create=create)
+
+    monkeypatch.setattr("kvdb.opening.FileLock", Queueing)
     check(old, before)
 
 

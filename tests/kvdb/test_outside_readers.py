@@ -70,17 +70,19 @@ def test_other_tools_read_while_a_writer_runs(path: Path, code: str) -> None:
         record = RequestRecord(1, namespace.id, 30, 10, 0, 20, 4, "partial", miss_reason="evicted")
         store.record(record)
         store.flush()
-        over, written = threading.Event(), []
+        over, begun, written = threading.Event(), threading.Event(), []
 
         def write() -> None:
             while not over.is_set():
                 put_all(store, namespace, random_tokens(1 + len(written), BLOCK))
                 store.record(record)
                 written.append(store.flush(30))
+                begun.set()
 
         writer = threading.Thread(target=write)
         writer.start()
         try:
+            assert begun.wait(30)
             done = subprocess.run(
                 [sys.executable, "-c", code, str(path / "index.sqlite"), *VIEWS],
                 capture_output=True,
@@ -94,6 +96,6 @@ def test_other_tools_read_while_a_writer_runs(path: Path, code: str) -> None:
         rows = json.loads(done.stdout)
         assert all(rows[name] > 0 for name in VIEWS), rows
         assert rows["sequence_blocks"] == 3
-        assert len(written) > 3
+        assert len(written) > 1
         assert all(written)
         assert store.verify().problems == []
