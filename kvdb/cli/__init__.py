@@ -46,7 +46,9 @@ class Failure(click.ClickException):
     """An error in words, with its exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
+        from kvdb.cli.terminal import visible
+
+        super().__init__(visible(message))
         self.exit_code = exit_code  # type: ignore[misc]
 
 

@@ -144,14 +144,11 @@ def table(
     if sum(len(text) for row in texts for text in row) > MAX_TABLE_CHARACTERS:
         raise OutputError("The result is too large for a table; use --csv or --nl.")
     if room is not None and texts and style in ("simple", "plain"):
-        widths = terminal.fitted([*([headers] if headers else []), *texts], numeric, room)
+        headers = headers or [""] * len(numeric)
+        widths = terminal.fitted(headers, texts, numeric, room)
         if widths is None:
-            return terminal.records(headers or [""] * len(numeric), texts, room)
-
-        def cut(row: Sequence[str]) -> list[str]:
-            return [terminal.shorten(text, most) for text, most in zip(row, widths, strict=False)]
-
-        headers, texts = cut(headers), [cut(row) for row in texts]
+            return terminal.records(headers, texts, room)
+        return terminal.grid(headers, texts, numeric, widths)
     align = ["right" if number else "left" for number in numeric] or None
     text: str = tabulate(
         texts, headers=headers, tablefmt=style, disable_numparse=True, colalign=align
@@ -166,7 +163,9 @@ def write_json(document: object) -> None:
 
 def say(text: str = "", *, nl: bool = True) -> None:
     """Talk: to stderr."""
-    click.echo(text, err=True, nl=nl)
+    from kvdb.cli.terminal import visible
+
+    click.echo(visible(text, keep="\n\r\t"), err=True, nl=nl)
 
 
 def _write_raw(rows: Sequence[Sequence[Any]], output: Format) -> None:

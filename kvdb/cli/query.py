@@ -93,6 +93,7 @@ def query(
 
 def _ask(sql: str, parameters: dict[str, str], limit: int, timeout: float) -> SqlResult:
     from kvdb import sandbox
+    from kvdb.cli.token_text import token_text_of
 
     sandbox.cap_process_memory(sandbox.MEMORY_BYTES)
     with (
@@ -101,7 +102,14 @@ def _ask(sql: str, parameters: dict[str, str], limit: int, timeout: float) -> Sq
         _watchdog(timeout + GRACE_SECONDS, store.database.close),
         sandbox.bounded_memory(sandbox.MEMORY_BYTES),
     ):
-        return store.sql(sql, parameters, limit=limit, deadline=timeout, interrupted=interrupted)
+        return store.sql(
+            sql,
+            parameters,
+            limit=limit,
+            deadline=timeout,
+            token_text=token_text_of(store.path),
+            interrupted=interrupted,
+        )
 
 
 def _change(sql: str, parameters: dict[str, str], limit: int, timeout: float) -> SqlResult:

@@ -7,6 +7,7 @@ import sys
 import click
 
 from kvdb.cli.options import open_store, store_option
+from kvdb.cli.output import say
 
 
 @click.command()
@@ -55,7 +56,7 @@ def shell(mode: str, limit: int, timeout: float) -> None:
             store,
             process,
             write_out,
-            _say,
+            say,
             token_decoders(store.path),
             room=lambda: terminal.columns() if terminal.is_terminal() else None,
             interactive=interactive,
@@ -71,16 +72,11 @@ def shell(mode: str, limit: int, timeout: float) -> None:
         import platformdirs
 
         from kvdb.shell import repl
+        from kvdb.shell.schema import LiveSchema
 
         if terminal.is_terminal():
             session.show = repl.page
         history = repl.open_history(platformdirs.user_state_path("kvdb") / "shell_history")
-        prompt = repl.make_prompt(repl.make_schema_reader(session), history)
-        _say(f"{store.path}: .help lists commands, Ctrl-D leaves.")
+        prompt = repl.make_prompt(LiveSchema(store), history)
+        say(f"{store.path}: .help lists commands, Ctrl-D leaves.")
         repl.interact(session, process, prompt)
-
-
-def _say(text: str) -> None:
-    from kvdb.cli import terminal
-
-    click.echo(terminal.visible(text, keep="\n\t"), err=True)

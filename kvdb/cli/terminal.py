@@ -13,7 +13,7 @@ from wcwidth import wcswidth, wcwidth
 UNSAFE = re.compile("[\0-\x1f\x7f-\x9f\ud800-\udfff\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 NAMED = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 GAP = 2
-LEAST_COLUMN = 8
+LEAST_COLUMN, LEAST_HEADER = 8, 5
 ELLIPSIS = "…"
 
 
@@ -57,13 +57,16 @@ def shorten(text: str, most: int) -> str:
     return "".join(taken) + ELLIPSIS if most > 0 else ""
 
 
-def fitted(cells: Sequence[Sequence[str]], numeric: Sequence[bool], room: int) -> list[int] | None:
-    """The widest that each column of a table may be so that its rows, with gaps between, fit into
-    ``room``; None when they cannot. Numbers are never cut."""
-    natural = [max(map(width, column), default=0) for column in zip(*cells, strict=True)]
+def fitted(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[bool], room: int
+) -> list[int] | None:
+    """How wide each column of a table is so that its rows, with gaps between, fit into ``room``;
+    None when they cannot. Numbers are never cut."""
+    values = [max(map(width, column)) for column in zip(*rows, strict=True)]
+    natural = [max(have, width(name)) for have, name in zip(values, headers, strict=True)]
     least = [
-        have if number else min(have, LEAST_COLUMN)
-        for have, number in zip(natural, numeric, strict=True)
+        max(have, min(name, LEAST_HEADER)) if number else min(name, LEAST_COLUMN)
+        for have, name, number in zip(values, natural, numeric, strict=True)
     ]
     room -= GAP * (len(natural) - 1)
     if sum(least) > room:
@@ -82,19 +85,45 @@ def fitted(cells: Sequence[Sequence[str]], numeric: Sequence[bool], room: int) -
     return widths
 
 
+def grid(
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    numeric: Sequence[bool],
+    widths: Sequence[int],
+) -> str:
+    """A table with columns of these widths: what does not fit is cut, numbers stand right."""
+
+    def line(cells: Sequence[str]) -> str:
+        cut = [shorten(cell, most) for cell, most in zip(cells, widths, strict=True)]
+        padded = [
+            " " * (most - width(cell)) + cell if number else cell + " " * (most - width(cell))
+            for cell, most, number in zip(cut, widths, numeric, strict=True)
+        ]
+        return (" " * GAP).join(padded).rstrip()
+
+    head = []
+    if any(headers):
+        head = [line(headers), (" " * GAP).join("-" * most for most in widths)]
+    return "\n".join([*head, *map(line, rows)])
+
+
 def records(names: Sequence[str], rows: Sequence[Sequence[str]], room: int | None) -> str:
     """Each row as lines ``name  value``: for what is wider than the terminal."""
-    label = max(map(width, names), default=0)
+    label = max(map(width, names), default=0) + GAP
+    aligned = room is None or label <= room // 2
     blocks = []
     for row in rows:
         lines: list[str] = []
         for name, value in zip(names, row, strict=True):
-            padded = name + " " * (label - width(name) + GAP)
-            if room is None or width(padded) + width(value) <= room:
-                lines.append((padded + value).rstrip())
-                continue
-            lines.append(shorten(name, room))
-            lines += ["  " + piece for piece in wrapped(value, max(room - 2, 1))]
+            begin = name + " " * (label - width(name)) if aligned else f"{name}: "
+            if room is None or width(begin) + width(value) <= room:
+                lines.append((begin + value).rstrip())
+            elif aligned:
+                first, *more = wrapped(value, room - label)
+                lines += [begin + first, *(" " * label + piece for piece in more)]
+            else:
+                lines.append(shorten(f"{name}:", room))
+                lines += ["  " + piece for piece in wrapped(value, max(room - 2, 1))]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 

@@ -14,6 +14,7 @@ from kvdb.explain.remembered import Loss, find_elsewhere, find_loss, seconds_per
 from kvdb.explain.wording import REASONS, at_time, why_unstored, words
 
 FIRST_BLOCK = "SELECT created_at FROM blocks ORDER BY id LIMIT 1"
+HELD = "SELECT 1 FROM block_tokens WHERE block_id = ?"
 # What another namespace or a lost request has more than the nearest stored chain must be this
 # much to be the better explanation.
 CLEARLY_MORE = 16
@@ -46,9 +47,11 @@ def explain(connection: Connection, case: Case) -> Explanation:
             saving=elsewhere.tokens - case.hits,
             neighbour=neighbour_name,
         )
-    for request in requests[:1]:
+    for request in requests:
         end = equal_parts(case.segments, request.segments)
-        if end >= shared + CLEARLY_MORE:
+        if end < shared + CLEARLY_MORE:
+            break
+        if not _held(connection, request):  # else its tokens have been compared
             return _never_stored(connection, case, request, end)
     if neighbour is None or not neighbour.shared:
         return _nothing_near(connection, case, neighbour)
@@ -110,6 +113,12 @@ def _lost(connection: Connection, case: Case, loss: Loss) -> Explanation:
         saving=max(0, at + loss.tokens - case.reach),
         neighbour=f"evicted block {block}",
     )
+
+
+def _held(connection: Connection, request: PastRequest) -> bool:
+    if request.tip_id is None or request.unstored is not None:
+        return False
+    return connection.execute(HELD, (request.tip_id,)).fetchone() is not None
 
 
 def _never_stored(

@@ -19,7 +19,8 @@ END_OF_TIME = (1 << 63) - 1
 class Case:
     """``matched`` blocks of the prompt are (or were) held, ``tip_id`` is the last of them. State
     could be used up to token ``reach``, of which ``hits`` tokens were there. What is younger than
-    ``before`` (Unix µs) counts for nothing: a past request is explained by what it could meet."""
+    ``before`` (Unix µs) counts for nothing, nor do the ``own`` blocks (row ids) of the
+    past request ``request_id``: it is explained by what it could meet."""
 
     space: KeySpace
     tokens: Tokens
@@ -31,6 +32,8 @@ class Case:
     hits: int
     reach: int
     before: int = END_OF_TIME
+    own: frozenset[int] = frozenset()
+    request_id: int | None = None
 
 
 @dataclass(frozen=True)

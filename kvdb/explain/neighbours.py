@@ -31,7 +31,7 @@ ROOTS = (
 )
 REQUESTS = (
     "SELECT id, tip_id, prompt_tokens, segments FROM requests "
-    "WHERE namespace_id = ? AND started_at < ? ORDER BY id DESC LIMIT ?"
+    "WHERE namespace_id = ? AND started_at < ? AND id <> ? ORDER BY id DESC LIMIT ?"
 )
 # The ancestors at one depth of some tips.
 CLIMB = """
@@ -74,7 +74,8 @@ class _Child(NamedTuple):
 
 def recent_requests(connection: Connection, case: Case) -> list[PastRequest]:
     """The newest requests before the case, those first that have most parts in common with it."""
-    rows = connection.execute(REQUESTS, (case.space.id, case.before, RECENT_REQUESTS))
+    own = case.request_id or 0
+    rows = connection.execute(REQUESTS, (case.space.id, case.before, own, RECENT_REQUESTS))
     found = [
         PastRequest(id_, tip, count, *load_segments(segments)) for id_, tip, count, segments in rows
     ]
@@ -119,7 +120,11 @@ def _children(connection: Connection, case: Case, parent: int | None) -> list[_C
         rows = connection.execute(ROOTS, (case.space.id, case.before, MOST_CHILDREN))
     else:
         rows = connection.execute(CHILDREN, (parent, case.before, MOST_CHILDREN))
-    return [_Child(id_, bytes(hash_), tokens_from_blob(blob)) for id_, hash_, blob in rows]
+    return [
+        _Child(id_, bytes(hash_), tokens_from_blob(blob))
+        for id_, hash_, blob in rows
+        if id_ not in case.own
+    ]
 
 
 def _follow(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from kvdb.driver import Connection
@@ -16,7 +18,8 @@ from kvdb.segments import Segment, load_segments
 
 REQUEST = (
     "SELECT r.namespace_id, r.started_at, r.prompt_tokens, r.restored_tokens, r.refilled_tokens, "
-    "r.miss_reason, r.tip_id, r.segments, b.depth, b.id "
+    "r.miss_reason, r.tip_id, r.segments, b.depth, b.id, r.total_ms, "
+    "coalesce(r.first_token_ms - r.prefill_ms - r.restore_ms, r.lookup_ms, 0) "
     "FROM requests AS r LEFT JOIN blocks AS b ON b.id = r.deepest_block_id WHERE r.id = ?"
 )
 CHAIN = """
@@ -25,8 +28,13 @@ WITH RECURSIVE chain (id, parent_id, depth) AS (
     UNION ALL
     SELECT b.id, b.parent_id, b.depth FROM chain JOIN blocks AS b ON b.id = chain.parent_id
 )
-SELECT t.tokens FROM chain LEFT JOIN block_tokens AS t ON t.block_id = chain.id ORDER BY depth
+SELECT chain.id, t.tokens FROM chain LEFT JOIN block_tokens AS t ON t.block_id = chain.id
+ORDER BY depth
 """
+DAMAGE = (
+    "SELECT 1 FROM evictions WHERE block_hash = ? AND evicted_at <= ? "
+    "AND reason IN ('damaged', 'missing')"
+)
 # What a row says alone, in words.
 ROW_REASONS = {
     "empty_store": "the store was empty",
@@ -46,19 +54,21 @@ def past_case(connection: Connection, request_id: int, text: Decode | None) -> C
     row = connection.execute(REQUEST, (request_id,)).fetchone()
     if row is None:
         raise UsageError(f"There is no request {request_id} in the store's history.")
-    namespace_id, started, count, restored, refilled, reason, tip_id, segments, depth, deepest = row
+    namespace_id, started, count, restored, refilled, reason, tip_id, segments, *rest = row
+    depth, deepest, total_ms, looked_up_ms = rest
     parts, _ = load_segments(segments)
     space = None if namespace_id is None else key_space(connection, namespace_id)
     reach = restored + refilled
     if reason is None:
         return _said_by_row(count, restored, "hit", parts, None, reason)
-    tokens = None if tip_id is None else _chain(connection, tip_id)
-    if tokens is None or len(tokens) < count or space is None or space.fingerprint is None:
-        return _said_by_row(count, restored, "tokens_gone", parts, reach, reason)
     if reason == "inexact":
         return _said_by_row(count, restored, "inexact", parts, reach, reason)
+    chain = [] if tip_id is None else connection.execute(CHAIN, (tip_id,)).fetchall()
+    tokens = _tokens([blob for _, blob in chain])
+    if tokens is None or len(tokens) < count or space is None or space.fingerprint is None:
+        return _said_by_row(count, restored, "tokens_gone", parts, reach, reason)
     prompt = tokens[:count]
-    return Case(
+    case = Case(
         space,
         prompt,
         chain_hashes(space.fingerprint, prompt, space.block_tokens),
@@ -68,15 +78,27 @@ def past_case(connection: Connection, request_id: int, text: Decode | None) -> C
         tip_id=deepest,
         hits=restored,
         reach=reach,
-        before=started,
+        before=started + int(looked_up_ms * 1e3),
+        own=frozenset(id_ for id_, _ in chain),
+        request_id=request_id,
     )
+    if reason in ("damaged", "missing"):
+        return _at_damage(connection, case, started + int((total_ms or 0) * 1e3))
+    return case
 
 
-def _chain(connection: Connection, tip_id: int) -> Tokens | None:
-    blobs = [row[0] for row in connection.execute(CHAIN, (tip_id,))]
-    if not blobs or any(blob is None for blob in blobs):
-        return None
-    return np.concatenate([tokens_from_blob(blob) for blob in blobs])
+def _tokens(blobs: list[bytes | None]) -> Tokens | None:
+    known = [tokens_from_blob(blob) for blob in blobs if blob is not None]
+    return np.concatenate(known) if known and len(known) == len(blobs) else None
+
+
+def _at_damage(connection: Connection, case: Case, end: int) -> Case:
+    """Damage is found by reading, after the look-up: the case stops at the first such block."""
+    for index, hash_ in enumerate(case.hashes):
+        if connection.execute(DAMAGE, (hash_, end)).fetchone():
+            reach = index * case.space.block_tokens
+            return replace(case, matched=index, reach=reach, before=end)
+    return case
 
 
 def _said_by_row(

@@ -72,13 +72,22 @@ def run_write(
 
 def _transaction(database: Database, sql: str, params: Parameters, limit: int) -> SqlResult:
     problems: list[str] = []
+    rule, compiled = authorizer(sql, problems, write=True), False
+
+    def ask(*action: Any) -> int:
+        nonlocal compiled
+        compiled = True
+        return rule(*action)
+
     with database.write() as connection:
         end = time.monotonic() + MAX_WRITE_SECONDS
-        connection.set_authorizer(authorizer(sql, problems, write=True))
+        connection.set_authorizer(ask)
         connection.set_progress_handler(lambda: time.monotonic() > end, INSTRUCTIONS_PER_CHECK)
         try:
             with explained(problems, MAX_WRITE_SECONDS, end):
                 cursor = connection.execute(sql, bound(params))
+                if not compiled:
+                    raise QueryError("There is no statement to run.")
                 result = _result(cursor, limit)
         finally:
             connection.set_authorizer(None)
@@ -90,8 +99,6 @@ def _transaction(database: Database, sql: str, params: Parameters, limit: int) -
 def _result(cursor: Any, limit: int) -> SqlResult:
     if cursor.description is not None:
         return fetch(cursor, limit, lambda: False)
-    if cursor.rowcount < 0:
-        raise QueryError("There is no statement to run.")
     return SqlResult(("rows_affected",), [(cursor.rowcount,)], capped=False)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvdb import functions
 from kvdb.shell import domain
-from kvdb.shell.schema import read_schema
+from kvdb.shell.schema import LiveSchema
 from kvdb.shell.session import MODES, Leave, Session, ShellError
 
 FIND_SCHEMA = """
@@ -46,8 +46,8 @@ def run_command(session: Session, line: str) -> None:
         raise ShellError(f"{line.split()[0]}: {str(error).lower()}.") from error
     command = COMMANDS.get(name.lower())
     if command is None:
-        near = difflib.get_close_matches(name.lower(), COMMANDS, 1, 0.5)
-        hint = f"did you mean {near[0]}?" if near else "see .help."
+        near = difflib.get_close_matches(name.lower(), COMMANDS, 1)
+        hint = f"did you mean {near[0]}? See .help." if near else "see .help."
         raise ShellError(f"There is no command {name}; {hint}")
     if not command.least <= len(arguments) <= command.most:
         raise ShellError(f"It is used so: {name} {command.arguments}".rstrip() + ".")
@@ -75,12 +75,8 @@ def _help(session: Session, arguments: list[str]) -> None:
 
 
 def _tables(session: Session, arguments: list[str]) -> None:
-    schema = read_schema(session.store)
-    rows = [
-        (name, "view" if name in schema.views else "table", len(columns))
-        for name, columns in schema.columns.items()
-    ]
-    session.show_rows(("name", "kind", "columns"), rows)
+    rows = [(t.name, t.kind, t.meaning) for t in LiveSchema(session.store)().tables.values()]
+    session.show_rows(("name", "kind", "meaning"), rows)
 
 
 def _schema(session: Session, arguments: list[str]) -> None:

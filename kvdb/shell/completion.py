@@ -16,7 +16,9 @@ from kvdb.shell.session import MODES
 from kvdb.shell.split import inside_literal
 
 WORD = re.compile(r"[\w.]*\Z")
-AFTER_FROM = re.compile(r"\b(?:from|join|into|update)\s+[\w,\s]*\Z", re.IGNORECASE)
+AFTER_FROM = re.compile(
+    r"\b(?:from|join|into|update)\s+(?:\w+(?:\s+(?:as\s+)?\w+)?\s*,\s*)*\w*\Z", re.IGNORECASE
+)
 KEYWORDS = """
     SELECT FROM WHERE JOIN LEFT ON USING GROUP BY HAVING ORDER LIMIT OFFSET WITH RECURSIVE AS
     UNION ALL DISTINCT AND OR NOT NULL IS IN LIKE BETWEEN CASE WHEN THEN ELSE END ASC DESC OVER
@@ -59,7 +61,7 @@ class SqlCompleter(Completer):
                 if command.startswith(name.lower()):
                     yield Completion(command, -len(name), display_meta=about.help)
             return
-        words = tuple(self._schema().columns) if name == ".schema" else ARGUMENTS.get(name, ())
+        words = tuple(self._schema().tables) if name == ".schema" else ARGUMENTS.get(name, ())
         for word in words:
             if word.startswith(rest):
                 yield Completion(word, -len(rest))
@@ -68,26 +70,18 @@ class SqlCompleter(Completer):
         schema = self._schema()
         qualifier, dot, partial = typed.rpartition(".")
         if dot:
-            table = _table_of(qualifier, text, schema)
-            for column in schema.columns.get(table, ()):
-                if column.startswith(partial.lower()):
-                    yield Completion(column, -len(partial), display_meta=f"of {table}")
+            table = schema.tables.get(_table_of(qualifier, text, schema))
+            for column in () if table is None else table.columns:
+                if column.name.startswith(partial.lower()):
+                    yield Completion(column.name, -len(partial), display_meta=column.meaning)
             return
         low = typed.lower()
-        for table in schema.columns:
-            if table.startswith(low) and (typed or tables):
-                kind = "view" if table in schema.views else "table"
-                yield Completion(table, -len(typed), display_meta=kind)
+        for table in schema.tables.values():
+            if table.name.startswith(low) and (typed or tables):
+                yield Completion(table.name, -len(typed), display_meta=table.meaning or table.kind)
         if tables:
             return
-        used = {name for name in re.findall(r"\w+", text.lower()) if name in schema.columns}
-        seen: dict[str, list[str]] = {}
-        for table in used or schema.columns:
-            for column in schema.columns[table]:
-                seen.setdefault(column, []).append(table)
-        for column, owners in seen.items():
-            if column.startswith(low):
-                yield Completion(column, -len(typed), display_meta=f"of {', '.join(owners[:3])}")
+        yield from _columns(typed, text, schema)
         if not typed:
             return
         about = {name.partition("(")[0]: meaning for name, meaning in functions.DOCUMENTED.items()}
@@ -101,9 +95,23 @@ class SqlCompleter(Completer):
                 yield Completion(shown, -len(typed))
 
 
+def _columns(typed: str, text: str, schema: Schema) -> Iterator[Completion]:
+    """Of the tables that ``text`` names, else of all."""
+    used = [
+        name for name in dict.fromkeys(re.findall(r"\w+", text.lower())) if name in schema.tables
+    ]
+    found: dict[str, str] = {}
+    for table in used or schema.tables:
+        for column in schema.tables[table].columns:
+            found.setdefault(column.name, column.meaning or f"of {table}")
+    for name, meaning in found.items():
+        if name.startswith(typed.lower()):
+            yield Completion(name, -len(typed), display_meta=meaning)
+
+
 def _table_of(name: str, text: str, schema: Schema) -> str:
     """The table that ``name`` is, or is an alias of."""
-    if name.lower() in schema.columns:
+    if name.lower() in schema.tables:
         return name.lower()
     alias = re.search(rf"(\w+)\s+(?:as\s+)?{re.escape(name)}\b", text, re.IGNORECASE)
     return alias[1].lower() if alias else ""

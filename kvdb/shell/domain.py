@@ -12,7 +12,7 @@ HITS = """
     SELECT r.id, ago(r.started_at) AS "when", n.model, r.tenant, r.client, r.skip,
         r.prompt_tokens AS prompt, r.restored_tokens AS restored, r.computed_tokens AS computed,
         round(100.0 * r.restored_tokens / nullif(r.prompt_tokens, 0), 1) AS "hit %",
-        round(r.first_token_ms, 1) AS first_token_ms, r.miss_reason
+        round(r.first_token_ms, 1) AS "first ms", r.miss_reason
     FROM requests AS r LEFT JOIN namespaces AS n ON n.id = r.namespace_id
     ORDER BY r.id DESC LIMIT :count
 """
@@ -45,7 +45,7 @@ TREE = """
     FROM tree JOIN blocks AS b ON b.id = tree.id
 """
 TEXTS = """
-    SELECT b.id, token_text(substr(t.tokens, 1, 128), b.namespace_id)
+    SELECT b.id, token_text(substr(t.tokens, 1, 4096), b.namespace_id)
     FROM json_each(:ids) AS wanted
     JOIN blocks AS b ON b.id = wanted.value
     JOIN block_tokens AS t ON t.block_id = b.id
@@ -127,6 +127,8 @@ def tree(session: Session, arguments: list[str]) -> None:
 def miss(session: Session, arguments: list[str]) -> None:
     if not arguments:
         _show(session, session.ask(MISSES), "Nothing missed.")
+        if session.interactive:
+            session.say(".miss ID says why one did.")
         return
     from kvdb.explain import explain_request
 

@@ -22,10 +22,11 @@ from prompt_toolkit.shortcuts import CompleteStyle
 
 from kvdb.cli import terminal
 from kvdb.cli.interrupts import noted_interrupts
+from kvdb.cli.output import say
 from kvdb.errors import KvdbError
 from kvdb.sandbox import SandboxProcess
 from kvdb.shell.completion import SqlCompleter
-from kvdb.shell.schema import Schema, read_schema
+from kvdb.shell.schema import Schema
 from kvdb.shell.session import Leave, Session, write_out
 from kvdb.shell.split import Entry, cut, is_complete
 
@@ -107,10 +108,6 @@ def page(text: str) -> None:
     click.echo_via_pager(terminal.visible(text, keep="\n\t"), color=False)
 
 
-def say(text: str) -> None:
-    click.echo(terminal.visible(text, keep="\n\t"), err=True)
-
-
 def interact(session: Session, process: SandboxProcess, prompt: PromptSession[str]) -> None:
     """Read and run entries until the user leaves."""
     while True:
@@ -142,8 +139,3 @@ def entries(typed: str) -> list[Entry]:
     statements, rest, empty = cut(text)
     texts = [statement for statement, *_ in statements if statement]
     return [Entry(piece, 1) for piece in (texts if empty else [*texts, rest.strip()])]
-
-
-def make_schema_reader(session: Session) -> Callable[[], Schema]:
-    """The live schema, read again after each entry."""
-    return lambda: read_schema(session.store)

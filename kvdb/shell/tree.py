@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvdb.cli import terminal
@@ -11,6 +12,9 @@ from kvdb.cli import terminal
 # (id, parent id, hash, tokens, hits, state)
 Row = tuple[int, int | None, str, int, int, str]
 SHOWN_HASH = 8
+SHOWN_TEXT = 120
+# Characters that two siblings share before the rest says more.
+ALIKE = 20
 
 
 @dataclass(slots=True)
@@ -27,10 +31,10 @@ class Run:
 
 
 def draw(rows: Sequence[Row], texts: Callable[[str], dict[int, str]], room: int | None) -> str:
-    """The tree of ``rows``, which name parents before children. ``texts`` gives the first words of
-    blocks, whose ids it takes as a JSON array."""
+    """The tree of ``rows``. ``texts`` gives the text of blocks, whose ids it takes as a JSON
+    array."""
     runs, roots = collapse(rows)
-    words = texts(json.dumps(list(runs)))
+    words = _apart(texts(json.dumps(list(runs))), [roots, *(run.children for run in runs.values())])
     lines: list[str] = []
     # (run, what its line begins with, what those below it begin with)
     waiting = [(id_, "", "") for id_ in reversed(roots)]
@@ -45,6 +49,19 @@ def draw(rows: Sequence[Row], texts: Callable[[str], dict[int, str]], room: int 
             else:
                 waiting.append((child, below + "├─ ", below + "│  "))
     return "\n".join(lines)
+
+
+def _apart(texts: dict[int, str], siblings: Iterable[Sequence[int]]) -> dict[int, str]:
+    """How each text begins, or where it parts from the sibling above when they begin alike."""
+    shown = {id_: text[:SHOWN_TEXT] for id_, text in texts.items()}
+    for ids in siblings:
+        for above, below in itertools.pairwise(ids):
+            pairs = zip(texts.get(above, ""), texts.get(below, ""), strict=False)
+            common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if common > ALIKE:
+                word = texts[below].rfind(" ", 0, common) + 1
+                shown[below] = "…" + texts[below][word : word + SHOWN_TEXT]
+    return shown
 
 
 def collapse(rows: Sequence[Row]) -> tuple[dict[int, Run], list[int]]:
@@ -80,5 +97,5 @@ def _describe(run: Run, text: str | None) -> str:
         words.append(f"{run.holes} without bytes")
     line = ", ".join(words)
     if text:
-        line += "  " + terminal.visible(" ".join(text.split()))[:120]
+        line += "  " + terminal.visible(" ".join(text.split()))
     return line

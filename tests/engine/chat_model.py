@@ -44,7 +44,9 @@ SPECIAL = ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 VOCABULARY = 1024
 
 
-def write_chat_model(folder: Path, *, seed: int = 0, template: str = TEMPLATE, **config: Any) -> Path:
+def write_chat_model(
+    folder: Path, *, seed: int = 0, template: str = TEMPLATE, **config: Any
+) -> Path:
     """As :func:`write_model`, with the tokenizer and ``template``."""
     settings = {"vocab_size": VOCABULARY, "eos_token_id": 1, **config}
     write_model(folder, seed=seed, tokenizer=False, **settings)
