@@ -16,7 +16,7 @@ from kvdb.report.history import DAY_US, HOUR_US, WEEK_US
 
 Ints = npt.NDArray[np.int64]
 
-# About 200 bytes of memory a row while it is read; what lies beyond is counted, not looked at.
+# About 200 bytes of memory each. The page says so when there are more.
 MAX_BLOCKS = 2_000_000
 ROWS_PER_READ = 50_000
 HELD = (
@@ -57,8 +57,7 @@ class HeldBlocks:
         """The row of each block's parent; -1 where it has none among these."""
         row = np.searchsorted(self.id, self.parent)
         row[row == len(self)] = 0
-        found = self.id[row] == self.parent if len(self) else np.zeros(0, bool)
-        return np.where(found, row, -1)
+        return np.where(self.id[row] == self.parent, row, -1)
 
     @cached_property
     def subtree_tokens(self) -> Ints:

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvdb.report import words
 from kvdb.report.blocks import AGES, HEATS, Ints
-from kvdb.report.history import HOUR_US, History
+from kvdb.report.history import DAY_US, HOUR_US, History
 from kvdb.report.losses import REASONS, Evicted
 from kvdb.report.tree import Beginning, PrefixTree
 
@@ -85,7 +85,7 @@ def age_and_heat(counts: Ints) -> Figure:
 
 
 def evictions(rows: Sequence[Evicted]) -> Figure:
-    colours = (ORANGE, PINK, BLUE, YELLOW, CYAN, GREY, GREEN)
+    colours = dict(zip(REASONS, (ORANGE, PINK, BLUE, YELLOW, CYAN, "#b5402b", GREEN), strict=True))
     days = sorted({row.day_us for row in rows})
     by_reason: dict[str, dict[int, int]] = {}
     for row in rows:
@@ -94,12 +94,12 @@ def evictions(rows: Sequence[Evicted]) -> Figure:
         [_date(day) for day in days],
         {
             REASONS.get(reason, label(reason)): (
-                colours[list(REASONS).index(reason) % len(colours)] if reason in REASONS else GREY,
+                colours.get(reason, GREY),
                 [by_reason[reason].get(day, 0) for day in days],
             )
             for reason in sorted(by_reason)
         },
-        24 * HOUR_US,
+        DAY_US,
         "blocks",
     )
 
@@ -109,7 +109,7 @@ def wear(days: Mapping[int, int]) -> Figure:
     return _bars(
         [_date(day) for day in sorted(days)],
         {"written": (PINK, [days[day] / 1e6 for day in sorted(days)])},
-        24 * HOUR_US,
+        DAY_US,
         "MB",
     )
 

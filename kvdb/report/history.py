@@ -64,6 +64,11 @@ class History:
     first_us: int
     last_us: int
 
+    @property
+    def measured(self) -> bool:
+        """True if the seconds saved are known of any restored token."""
+        return self.total.unmeasured_tokens < self.total.restored_tokens
+
 
 # As the view `savings` has it, from totals over all time: a short scope says little of speed.
 SPEEDS = """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvdb.errors import UsageError
 from kvdb.explain import Explanation, explain_request
 from kvdb.functions import human_bytes
 from kvdb.report import sections, words
@@ -19,15 +21,16 @@ if TYPE_CHECKING:
     from kvdb.store import Store
 
 NAMESPACES = (
-    "SELECT id, model, tenant, live_blocks, live_tokens, live_bytes FROM namespaces "
+    "SELECT id, model, tenant, live_blocks, live_bytes FROM namespaces "
     "WHERE ?1 IS NULL OR id = ?1 ORDER BY id"
 )
 
 
 def make_report(store: Store, scope: Scope, decoder: Decoder = lambda _: None) -> str:
-    """The page about ``store``, as HTML. Without a decoder prefixes are told by their length.
+    """The page about ``store``, as HTML. Without a decoder it shows nothing of any prompt.
 
     Reads in short transactions and writes nothing; the parts may be of slightly different moments.
+    Raises UsageError for a namespace that is not there.
     """
     with store.database.read() as connection:
         rows = connection.execute(NAMESPACES, (scope.namespace_id,)).fetchall()
@@ -35,13 +38,20 @@ def make_report(store: Store, scope: Scope, decoder: Decoder = lambda _: None) -
         evicted = read_evictions(connection, scope)
         written = read_wear(connection, scope)
         used_bytes = store.limit.used(connection)
+    if scope.namespace_id is not None and not rows:
+        raise UsageError(
+            f"There is no namespace {scope.namespace_id}; kvdb ls namespaces lists them."
+        )
     namespaces = [NamespaceSize(*row) for row in rows]
     names = {namespace.id: sections.namespace_name(namespace) for namespace in namespaces}
     blocks = read_blocks(store.database, scope.namespace_id)
 
     def explain(request_id: int, namespace_id: int | None) -> Explanation:
         decode = None if namespace_id is None else decoder(namespace_id)
-        return explain_request(store, request_id, decode)
+        explanation = explain_request(store, request_id, decode)
+        if decode is None:  # token ids tell people nothing, and programs all
+            return replace(explanation, stored_text=None, prompt_text=None)
+        return explanation
 
     made: list[Section] = []
     if history is None:
@@ -73,9 +83,10 @@ def _tiles(history: History | None, blocks: int, used_bytes: int) -> list[Tile]:
         tiles = [
             Tile(words.percent(use.hit_ratio), "of prompt tokens came from the store"),
             Tile(words.amount(use.restored_tokens), "tokens not computed again"),
-            Tile(words.duration(use.seconds_saved), "saved"),
             Tile(words.amount(use.requests), "requests"),
         ]
+        if history.measured:
+            tiles.insert(2, Tile(words.duration(use.seconds_saved), "saved"))
     return [*tiles, Tile(human_bytes(used_bytes), f"on disk, {words.plural(blocks, 'block')}")]
 
 

@@ -66,7 +66,6 @@ class NamespaceSize:
     model: str
     tenant: str
     live_blocks: int
-    live_tokens: int
     live_bytes: int
 
 
@@ -87,21 +86,27 @@ def tokens_section(history: History) -> Section:
 
 def seconds_section(history: History) -> Section:
     total = history.total
-    if total.unmeasured_tokens == total.restored_tokens:
-        sentence = "How long computing would have taken was never measured here: no request "
-        return Section("Time saved", [sentence + "computed as many as 16 tokens yet."])
+    title = "Time saved"
+    if total.restored_tokens == 0:
+        return Section(title, ["Nothing was restored, so no time was saved."])
+    if not history.measured:
+        sentence = "How long computing would have taken is not known: no request of these models "
+        return Section(title, [sentence + "computed as many as 16 tokens yet."])
     unmeasured = ""
     if total.unmeasured_tokens:
         unmeasured = (
             f" {words.plural(total.unmeasured_tokens, 'token')} of models whose speed was never "
             "measured are not counted."
         )
+    saved = words.duration(abs(total.seconds_saved))
+    sentence = f"Computing the restored tokens would have taken {saved} longer than restoring them."
+    if total.seconds_saved < 0:
+        sentence = (
+            f"Restoring took {saved} longer than computing would have: the store is too slow."
+        )
     return Section(
-        "Time saved",
-        [
-            f"Computing the restored tokens would have taken "
-            f"{words.duration(total.seconds_saved)} longer than restoring them."
-        ],
+        title,
+        [sentence],
         figures.seconds_over_time(history),
         f"Bars: seconds saved, by {_period(history)}.",
         note="Restored tokens at each model's measured prefill speed, less the time that restoring "

@@ -44,7 +44,6 @@ class Box:
     parent: int
     namespace_id: int
     block_id: int
-    blocks: int
     start: int
     end: int
     subtree_tokens: int
@@ -121,17 +120,15 @@ def prefix_tree(
 
 def _run(blocks: HeldBlocks, row: int, number: int, parent: int, start: int) -> tuple[Box, int]:
     """The run that begins at a row, and the row it ends in."""
-    last, count, end = row, 1, start + int(blocks.tokens[row])
+    last, end = row, start + int(blocks.tokens[row])
     while len(children := blocks.children(last)) == 1:
         last = int(children[0])
-        count += 1
         end += int(blocks.tokens[last])
     box = Box(
         number,
         parent,
         int(blocks.namespace[row]),
         int(blocks.id[row]),
-        count,
         start,
         end,
         int(blocks.subtree_tokens[row]),

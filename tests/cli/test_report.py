@@ -30,6 +30,8 @@ def test_it_replaces_nothing_else(run: Run, filled: Path, tmp_path: Path) -> Non
     assert done.returncode == 1
     one_sentence(done)
     assert run("report", "--since", "yesterday").returncode == 2
+    done = run("report", "--namespace", 99)
+    assert (done.returncode, "no namespace 99" in one_sentence(done)) == (2, True)
     assert run("report", "--store", tmp_path / "none").returncode == 10
 
 

@@ -168,6 +168,16 @@ def test_a_scope_leaves_out_the_rest(sample: Store) -> None:
     assert "The history holds no request that fits." in nobody.text
 
 
+def test_prompts_are_shown_only_with_a_decoder(sample: Store) -> None:
+    without = Page(make_report(sample, Scope()))
+    assert "dd" not in without.tags
+    assert "Begins with" not in without.text
+    shown = Page(make_report(sample, Scope(), lambda _: lambda ids: f"<|im_start|>{len(ids)} ids"))
+    assert "dd" in shown.tags
+    assert "24 ids" in shown.text
+    assert "24 ids" in json.dumps(shown.figures)
+
+
 def test_figures_are_what_plotly_knows(sample: Store) -> None:
     figures = Page(make_report(sample, Scope())).figures
     assert len(figures) == 8
@@ -208,6 +218,7 @@ def test_an_empty_store_and_one_with_one_request(store: Store) -> None:
     store.flush()
     page = Page(make_report(store, Scope()))
     assert "Of 100 prompt tokens, 0 (0 %)" in page.text
+    assert "Nothing was restored, so no time was saved." in page.text
     assert len(page.figures) == 2
 
 
