@@ -248,7 +248,7 @@ def _range(times: Sequence[str], period_us: int) -> list[str]:
 def _rows(rows: Sequence[tuple[str, float, str]], colour: str, axis: Mapping[str, Any]) -> Figure:
     """One horizontal bar a row, the first on top, with its text."""
     # A bar of no length would lose its text.
-    least = 1e-6 * max((value for _, value, _ in rows), default=0) or 1e-6
+    least = 0.002 * max(value for _, value, _ in rows) or 1e-6
     return {
         "data": [
             {
