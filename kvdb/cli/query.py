@@ -74,11 +74,10 @@ def query(
 ) -> None:
     """Ask the store in SQL and print the rows.
 
-    SQL is one SELECT over the store's tables and documented views (block_usage, prefix_tree,
-    sequence_blocks, hit_history, hourly_hits, savings, tenant_usage, capacity, missed_prefixes);
-    "-" reads it from standard input. It can only read, unless --write is given. Beside SQLite's
-    functions there are tokens(blob), token_text(blob, namespace_id), human_bytes(n) and ago(us).
-    Blobs are printed as hex.
+    SQL is one SELECT over the store's tables and views, which docs/schema.md and kvdb shell's
+    .tables describe; "-" reads it from standard input. It can only read, unless --write is given.
+    Beside SQLite's functions there are tokens(blob), token_text(blob, namespace_id),
+    human_bytes(n) and ago(us). Blobs are printed as hex.
     """
     statement = _statement(sql, file)
     run = _change if write else _ask

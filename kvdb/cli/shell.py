@@ -42,7 +42,7 @@ def shell(mode: str, limit: int, timeout: float) -> None:
     from kvdb.cli import terminal
     from kvdb.cli.token_text import token_decoders
     from kvdb.sandbox import SandboxProcess
-    from kvdb.shell.session import MODES, Session, write_out
+    from kvdb.shell.session import MODES, InterruptibleRunner, Session, write_out
 
     if mode not in MODES:
         raise click.UsageError(f"--mode {mode!r} is not one of {', '.join(MODES)}.")
@@ -54,7 +54,7 @@ def shell(mode: str, limit: int, timeout: float) -> None:
         process.start()
         session = Session(
             store,
-            process,
+            InterruptibleRunner(process),
             write_out,
             say,
             token_decoders(store.path),
@@ -67,7 +67,7 @@ def shell(mode: str, limit: int, timeout: float) -> None:
         if not interactive:
             from kvdb.shell.script import run_script
 
-            run_script(session, process, sys.stdin)
+            run_script(session, sys.stdin)
             return
         import platformdirs
 
@@ -79,4 +79,4 @@ def shell(mode: str, limit: int, timeout: float) -> None:
         history = repl.open_history(platformdirs.user_state_path("kvdb") / "shell_history")
         prompt = repl.make_prompt(LiveSchema(store), history)
         say(f"{store.path}: .help lists commands, Ctrl-D leaves.")
-        repl.interact(session, process, prompt)
+        repl.interact(session, prompt)

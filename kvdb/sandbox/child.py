@@ -68,10 +68,14 @@ class SandboxProcess:
         self, path: Path | str, *, memory: int = MEMORY_BYTES, module: str = MODULE
     ) -> None:
         self._path, self._memory, self._module = Path(path), memory, module
-        # What a killed child leaves behind lies here.
-        self._temp = tempfile.TemporaryDirectory(prefix="kvdb-sandbox-")
+        # In a folder that cannot be written the child may work on a copy of the index, which it
+        # leaves behind when it is killed.
+        self._temp: tempfile.TemporaryDirectory[str] | None = None
+        if not os.access(self._path, os.W_OK):
+            self._temp = tempfile.TemporaryDirectory(prefix="kvdb-sandbox-")
         self._process: subprocess.Popen[str] | None = None
         self._ready = self._running = self._interrupted = self._late = False
+        self._turn = 0  # a statement's number: a late kill must not hit the next one
 
     def start(self) -> None:
         """Start the child now, so that the first statement need not wait for it."""
@@ -84,7 +88,11 @@ class SandboxProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             encoding="ascii",
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": self._temp.name},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(paths),
+                **({} if self._temp is None else {"TMPDIR": self._temp.name}),
+            },
             start_new_session=True,  # the terminal's ^C goes to the parent, which decides
         )
 
@@ -98,6 +106,7 @@ class SandboxProcess:
     ) -> SqlResult:
         """See :func:`run_in_child`. Raises KeyboardInterrupt after :meth:`interrupt`."""
         self._interrupted = self._late = False
+        self._turn += 1
         request = {"sql": sql, "params": _packed(params), "limit": limit, "deadline": deadline}
         try:
             result = self._exchange(json.dumps(request) + "\n", deadline + GRACE_SECONDS)
@@ -142,14 +151,15 @@ class SandboxProcess:
         if process is None or not self._running:
             return
         process.send_signal(signal.SIGINT)
-        timer = threading.Timer(GRACE_SECONDS, self._kill_interrupted, (process,))
+        timer = threading.Timer(GRACE_SECONDS, self._kill_interrupted, (process, self._turn))
         timer.daemon = True
         timer.start()
 
     def close(self) -> None:
         """End the child. Idempotent."""
         self._reap()
-        self._temp.cleanup()
+        if self._temp is not None:
+            self._temp.cleanup()
 
     def __enter__(self) -> SandboxProcess:
         return self
@@ -174,8 +184,8 @@ class SandboxProcess:
             self._late = True
             process.kill()
 
-    def _kill_interrupted(self, process: subprocess.Popen[str]) -> None:
-        if self._running and self._process is process:
+    def _kill_interrupted(self, process: subprocess.Popen[str], turn: int) -> None:
+        if self._running and self._turn == turn:
             process.kill()
 
     def _reap(self) -> None:

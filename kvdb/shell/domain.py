@@ -98,6 +98,7 @@ EVICTED = """
     ORDER BY id DESC LIMIT 20
 """
 TREE_BLOCKS = 2000
+FOR_PEOPLE = ("table", "lines", "markdown", "box")
 
 
 def hits(session: Session, arguments: list[str]) -> None:
@@ -199,9 +200,12 @@ def _bounds(prefix: str) -> dict[str, bytes | None]:
 
 
 def _show(session: Session, result: SqlResult, otherwise: str) -> None:
-    """Rows without the columns in which nothing is said."""
+    """Rows; for people without the columns in which nothing is said."""
     if not result.rows:
         session.say(otherwise)
+        return
+    if session.mode not in FOR_PEOPLE:
+        session.show_rows(result.columns, result.rows)
         return
     kept = [
         n

@@ -21,10 +21,8 @@ from prompt_toolkit.output import Output
 from prompt_toolkit.shortcuts import CompleteStyle
 
 from kvdb.cli import terminal
-from kvdb.cli.interrupts import noted_interrupts
 from kvdb.cli.output import say
 from kvdb.errors import KvdbError
-from kvdb.sandbox import SandboxProcess
 from kvdb.shell.completion import SqlCompleter
 from kvdb.shell.schema import Schema
 from kvdb.shell.session import Leave, Session, write_out
@@ -108,27 +106,23 @@ def page(text: str) -> None:
     click.echo_via_pager(terminal.visible(text, keep="\n\t"), color=False)
 
 
-def interact(session: Session, process: SandboxProcess, prompt: PromptSession[str]) -> None:
-    """Read and run entries until the user leaves."""
+def interact(session: Session, prompt: PromptSession[str]) -> None:
+    """Read and run entries until the user leaves. ^C gives up the line, or ends the statement."""
+    running = False
     while True:
         try:
+            running = False
             typed = prompt.prompt()
-        except KeyboardInterrupt:
-            continue  # the line is given up, not the shell
-        except EOFError:
+            running = True
+            for entry in entries(typed):
+                session.run(entry)
+        except (EOFError, Leave):
             return
-        for entry in entries(typed):
-            try:
-                with noted_interrupts(process.interrupt):
-                    session.run(entry)
-            except Leave:
-                return
-            except KeyboardInterrupt:
+        except KeyboardInterrupt:
+            if running:
                 say("Interrupted.")
-                break
-            except KvdbError as error:
-                click.secho(f"Error: {terminal.visible(str(error))}", err=True, fg="red")
-                break
+        except KvdbError as error:
+            click.secho(f"Error: {terminal.visible(str(error))}", err=True, fg="red")
 
 
 def entries(typed: str) -> list[Entry]:

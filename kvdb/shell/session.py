@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import click
 
 from kvdb.cli import terminal
+from kvdb.cli.interrupts import noted_interrupts
 from kvdb.cli.output import Format, rendered
 from kvdb.errors import KvdbError, MissingParameter, QueryError
-from kvdb.sandbox import SqlResult
+from kvdb.sandbox import SandboxProcess, SqlResult
 from kvdb.shell.split import Entry
 from kvdb.store import Store
 
@@ -38,7 +39,7 @@ class Leave(Exception):
 
 
 class Runner(Protocol):
-    """Runs statements: :class:`kvdb.sandbox.SandboxProcess`."""
+    """Runs statements: :class:`InterruptibleRunner`."""
 
     def run(
         self, sql: str, params: Any = (), *, limit: int = 1000, deadline: float = 10.0
@@ -66,18 +67,27 @@ class Session:
     limit: int = 1000
     deadline: float = 10.0
     once: Path | None = None
-    seconds: Callable[[], float] = field(default=time.monotonic)
+    seconds: Callable[[], float] = time.monotonic
+    _file: TextIO | None = field(default=None, init=False)
 
     def run(self, entry: Entry) -> None:
         """Run a statement or a command. Raises KvdbError, KeyboardInterrupt and Leave."""
-        started = self.seconds()
-        if entry.is_command:
-            from kvdb.shell.commands import run_command
-
-            run_command(self, entry.text)
-            return
         try:
-            result = self.ask(entry.text)
+            if entry.is_command:
+                from kvdb.shell.commands import run_command
+
+                run_command(self, entry.text)
+            else:
+                self._run_statement(entry.text)
+        finally:
+            if self._file is not None:
+                self._file.close()
+                self._file = self.once = None
+
+    def _run_statement(self, sql: str) -> None:
+        started = self.seconds()
+        try:
+            result = self.ask(sql)
         except MissingParameter as error:
             raise QueryError(f"{str(error)[:-1]}; write the value itself.") from error
         took = self.seconds() - started
@@ -93,10 +103,12 @@ class Session:
         most = self.limit if limit is None else limit
         return self.runner.run(sql, params, limit=most, deadline=self.deadline)
 
-    def show_rows(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Rows in the session's mode, to where the next result goes."""
+    def show_rows(
+        self, columns: Sequence[str], rows: Sequence[Sequence[Any]], mode: str | None = None
+    ) -> None:
+        """Rows in the session's mode, or another one, to where this result goes."""
         room = None if self.once is not None else self.room()
-        output = MODES[self.mode]
+        output = MODES[mode or self.mode]
         if output is None:
             names = [terminal.visible(name) for name in columns]
             texts = [
@@ -110,33 +122,43 @@ class Session:
             self._put(rendered(columns, rows, output, room=room))
 
     def show_record(self, columns: Sequence[str], row: Sequence[Any]) -> None:
-        """One row as lines, unless the mode is for programs."""
-        if self.mode != "table":
-            self.show_rows(columns, [row])
-            return
-        self.mode = "lines"
-        try:
-            self.show_rows(columns, [row])
-        finally:
-            self.mode = "table"
-        self.show_text("")
+        """One row: as lines, unless the mode is for programs."""
+        self.show_rows(columns, [row], "lines" if self.mode == "table" else None)
 
     def show_text(self, text: str) -> None:
         """Lines of a command's own."""
         self._put([text if text.endswith("\n") else text + "\n"])
 
     def _put(self, pieces: Iterable[str]) -> None:
-        target, self.once = self.once, None
-        if target is None:
+        if self.once is None:
             self.show("".join(pieces))
             return
+        target = self.once
         try:
-            with target.open("x", encoding="utf-8", errors="backslashreplace") as file:
-                file.writelines(pieces)
+            if self._file is None:
+                self._file = target.open("x", encoding="utf-8", errors="backslashreplace")
+            self._file.writelines(pieces)
         except FileExistsError as error:
+            self.once = None
             raise ShellError(f"{target} is there already; choose another name.") from error
         except OSError as error:
+            self.once = None
             raise ShellError(f"{target} cannot be written: {error.strerror or error}.") from error
+
+
+class InterruptibleRunner:
+    """Runs statements in a child; ^C meanwhile ends the statement, and raises KeyboardInterrupt
+    when it has ended. For the main thread."""
+
+    def __init__(self, process: SandboxProcess) -> None:
+        self._process = process
+
+    def run(self, sql: str, params: Any = (), **limits: Any) -> SqlResult:
+        with noted_interrupts(self._process.interrupt) as interrupted:
+            result = self._process.run(sql, params, **limits)
+        if interrupted():
+            raise KeyboardInterrupt
+        return result
 
 
 def _text(value: Any) -> str:

@@ -57,6 +57,9 @@ class Splitter:
             if text:
                 yield Entry(text, self._began + skipped)
             self._began += lines
+        if self._pending.lstrip().startswith("."):  # behind a statement on its line
+            yield Entry(self._pending.strip().rstrip(";").rstrip(), number)
+            self._pending, self._empty = "", True
 
     def finish(self) -> Iterator[Entry]:
         """The last statement, which needs no semicolon."""

@@ -21,7 +21,6 @@ import pytest
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from kvdb.sandbox import SandboxProcess
 from kvdb.shell import repl
 from kvdb.shell.schema import LiveSchema
 from kvdb.shell.session import Session
@@ -30,24 +29,20 @@ from tests.cli.conftest import ROOT
 ENDLESS = "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT count(*) FROM t;"
 
 
-def typed(session: Session, lived_in: Path, keys: str, history: Path) -> None:
+def typed(session: Session, keys: str, history: Path) -> None:
     """Type ``keys`` at the prompt until it is left."""
-    with create_pipe_input() as pipe, SandboxProcess(lived_in) as process:
+    with create_pipe_input() as pipe:
         pipe.send_text(keys)
         prompt = repl.make_prompt(
             LiveSchema(session.store), repl.open_history(history), input=pipe, output=DummyOutput()
         )
-        repl.interact(session, process, prompt)
+        repl.interact(session, prompt)
 
 
-def test_statements_may_have_many_lines(
-    session: Session, shown: list[str], lived_in: Path, tmp_path: Path
-) -> None:
+def test_statements_may_have_many_lines(session: Session, shown: list[str], tmp_path: Path) -> None:
     session.mode = "csv"
     history = tmp_path / "state/history"
-    typed(
-        session, lived_in, "SELECT 1 AS a,\r2 AS b\r;\rSELECT 3 AS c; SELECT 4 AS d;\r\x04", history
-    )
+    typed(session, "SELECT 1 AS a,\r2 AS b\r;\rSELECT 3 AS c; SELECT 4 AS d;\r\x04", history)
     assert shown == ["a,b\n1,2\n", "c\n3\n", "d\n4\n"]
     assert history.stat().st_mode & 0o777 == 0o600
     assert "SELECT 3 AS c" in history.read_text()
@@ -56,24 +51,23 @@ def test_statements_may_have_many_lines(
 def test_keys_at_the_prompt(
     session: Session,
     shown: list[str],
-    lived_in: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """^C gives the line up, an error goes on, a command needs no semicolon."""
     session.mode = "csv"
     keys = "SELECT 9\x03.nope\r\r;\rSELECT 1 AS a;\r.quit\rSELECT 2;\r"
-    typed(session, lived_in, keys, tmp_path / "h")
+    typed(session, keys, tmp_path / "h")
     assert shown == ["a\n1\n"]
     assert "There is no command .nope" in capsys.readouterr().err
 
 
 def test_a_history_that_cannot_be_kept_is_no_obstacle(
-    session: Session, shown: list[str], lived_in: Path, tmp_path: Path
+    session: Session, shown: list[str], tmp_path: Path
 ) -> None:
     session.mode = "csv"
     (tmp_path / "file").write_text("")
-    typed(session, lived_in, "SELECT 1 AS a;\r\x04", tmp_path / "file/history")
+    typed(session, "SELECT 1 AS a;\r\x04", tmp_path / "file/history")
     assert shown == ["a\n1\n"]
 
 

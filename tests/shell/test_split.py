@@ -29,6 +29,7 @@ def split(text: str) -> list[tuple[str, int]]:
         ("a\n b\n;\nc;", [("a\n b", 1), ("c", 4)]),
         ("a; -- note\n.help\nb", [("a", 1), (".help", 2), ("b", 3)]),
         ("\n\n  a", [("a", 3)]),
+        ("a; .tree\n.help\nb", [("a", 1), (".tree", 1), (".help", 2), ("b", 3)]),
         ("SELECT\n.5;", [("SELECT\n.5", 1)]),
         (".mode csv;\n", [(".mode csv", 1)]),
         (f"{QUOTED};", [(QUOTED, 1)]),
