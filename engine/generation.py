@@ -368,18 +368,18 @@ class Generation:
             self._given.segments,
         )
 
+    def _unstored(self) -> str | None:
+        """Why the state of this request was not kept, where that was meant."""
+        if not self._request.store:
+            return "store_off"
+        return "cancelled" if self._finish == "cancelled" else None
+
     def _matched(self) -> int:
         """Tokens of the prompt that the store knew, holes included."""
         if self._lease is None:
             return 0
         match = self._lease.match
         return match.token_count + (0 if match.shared is None else match.shared.token_count)
-
-    def _unstored(self) -> str | None:
-        """Why the state of this request was not kept, where that was meant."""
-        if not self._request.store:
-            return "store_off"
-        return "cancelled" if self._finish == "cancelled" else None
 
     def _tip_hash(self) -> bytes | None:
         """Hash of the block that the stored state of this request ends in."""

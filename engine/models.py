@@ -228,7 +228,7 @@ def load(name: str, options: ModelOptions) -> LoadedModel:
         tokenizer,
         prompts,
         identity,
-        _context(config),
+        context_length(config),
         _eos(config, tokenizer),
         options,
         time.perf_counter() - started,
@@ -284,7 +284,7 @@ def _load(folder: Path, options: ModelOptions) -> tuple[CountingModel, Any | Non
     return CountingModel(model), tokenizer, config
 
 
-def _context(config: Mapping[str, Any]) -> int | None:
+def context_length(config: Mapping[str, Any]) -> int | None:
     """The longest prompt the model was made for, if its config says."""
     text_config = config.get("text_config")
     for scope in (config, text_config if isinstance(text_config, dict) else {}):

@@ -17,8 +17,7 @@ class RequestRecord:
     """A row of ``requests``: what was asked, restored, refilled and computed, how long each part
     took (milliseconds), and why it missed; docs/schema.md describes every column. ``touched`` are
     the ids of the blocks it used; ``tip_hash`` is the block that its prompt and answer end in:
-    ``tip_id`` in the row. ``segments`` are the parts of its prompt, ``unstored`` is why not all of
-    its state was kept: both are in the row's ``segments``.
+    ``tip_id`` in the row. ``unstored`` is why not all of its state was kept.
 
     The time to the first token is load + warmup + lookup + restore + prefill + first_sample -
     behind: what was restored or computed only behind a first token sampled from stored logits.
@@ -80,7 +79,7 @@ class RequestRecord:
             raise UsageError("Restored, refilled, computed and masked must add up to the prompt.")
 
 
-NO_COLUMNS = ("touched", "tip_hash", "unstored")
+NO_COLUMNS = ("touched", "tip_hash")
 _COLUMNS = tuple(f.name for f in fields(RequestRecord) if f.name not in NO_COLUMNS)
 INSERT_REQUEST = (
     f"INSERT INTO requests ({', '.join(_COLUMNS)}, tip_id) "  # noqa: S608 - our own field names
@@ -109,7 +108,7 @@ TRIM_HOURS = (
 def insert_request(connection: Connection, record: RequestRecord) -> None:
     """Write one row."""
     values = {name: _storable(getattr(record, name)) for name in _COLUMNS}
-    values["segments"] = dump_segments(record.segments, record.unstored)
+    values["segments"] = dump_segments(record.segments)
     connection.execute(INSERT_REQUEST, [*values.values(), record.tip_hash])
 
 

@@ -18,8 +18,6 @@ from kvdb.identity import canonical_json
 MAX_SEGMENTS = 300
 KEPT_HEAD, KEPT_TAIL = 100, 160
 MAX_NAME = 64
-# The last element of the list where a request's state was not kept: why, instead of a part.
-UNSTORED = "unstored"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,30 +62,22 @@ def content_digest(content: object) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def dump_segments(segments: Sequence[Segment], unstored: str | None = None) -> str | None:
-    """The text for ``requests.segments``; None where there is nothing to say."""
+def dump_segments(segments: Sequence[Segment]) -> str | None:
+    """The text for ``requests.segments``; None where there are none."""
     rows = [_row(segment) for segment in fold(segments)]
-    if unstored is not None:
-        rows.append({"kind": UNSTORED, "reason": unstored})
     return json.dumps(rows, separators=(",", ":")) if rows else None
 
 
-def load_segments(text: str | None) -> tuple[list[Segment], str | None]:
-    """Invert :func:`dump_segments`: ``(segments, why the state was not kept)``. What is not a
-    segment is left out: the column is history, and history may be cut or foreign."""
+def load_segments(text: str | None) -> list[Segment]:
+    """Invert :func:`dump_segments`. What is not a segment is left out: the column is history, and
+    history may be cut or foreign."""
     if text is None:
-        return [], None
+        return []
     try:
         rows = json.loads(text)
     except ValueError:
-        return [], None
-    if not isinstance(rows, list):
-        return [], None
-    unstored = None
-    for row in rows:
-        if isinstance(row, dict) and row.get("kind") == UNSTORED:
-            unstored = str(row.get("reason"))
-    return as_segments(rows), unstored
+        return []
+    return as_segments(rows) if isinstance(rows, list) else []
 
 
 def as_segments(rows: Iterable[Segment | Mapping[str, Any]]) -> list[Segment]:

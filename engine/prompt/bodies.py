@@ -182,8 +182,8 @@ def _anthropic_messages(document: Mapping[str, Any]) -> list[Data]:
     messages: list[Data] = []
     system = document.get("system")
     if system is not None:
-        content = system if isinstance(system, str) else _joined(_list(document, "system"))
-        messages.append({"role": "system", "content": content})
+        text = system if isinstance(system, str) else _joined(_list(document, "system"))
+        messages.append({"role": "system", "content": text})
     for item in _list(document, "messages"):
         message = _object(item, "A message")
         role, content = _role(message), message.get("content")

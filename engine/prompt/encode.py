@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # What encode decides itself: other values would change what a prompt is.
 RESERVED_OPTIONS = {"tokenize", "add_generation_prompt", "return_dict", "return_tensors"}
+# Texts up to here are tokenized to see whether they are too long.
+LONG_TEXT = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ def encode(
         raise PromptError("The model has no tokenizer, so its prompts must be token ids.")
     else:
         text = _text(request, tokenizer, loaded)
+        if context is not None and tokenizer is not None and len(text) > LONG_TEXT:
+            _refuse_at_sight(text, tokenizer, context)
         if not text:
             given = []
         elif tokenizer is None:
@@ -101,6 +105,16 @@ def encode(
             )
             given = encoding.ids
     return Prompt(_checked(given, context, vocabulary), request, text, encoding, tokenizer)
+
+
+def _refuse_at_sight(text: str, tokenizer: PromptTokenizer, context: int) -> None:
+    """Raise PromptError for a text that is too long whatever its tokens are: to count those of
+    10 MB takes many seconds."""
+    if tokenizer.longest is not None and len(text) > context * tokenizer.longest:
+        raise PromptError(
+            f"The prompt has {len(text)} characters, and the model's context holds "
+            f"{context} tokens: shorten it."
+        )
 
 
 def _checked(given: Sequence[int], context: int | None, vocabulary: int | None) -> Tokens:

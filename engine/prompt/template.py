@@ -25,6 +25,15 @@ from kvdb.errors import PromptError
 Data = dict[str, Any]
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 MARKER = "kvdb_mark"
+# What a template does wrong, on purpose or by mistake.
+REFUSALS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
 # Two characters from a private plane: a prompt that has them itself gets no spans.
 _OPEN, _CLOSE = "\U000f5a3e", "\U000f5a3f"
 _MARK = re.compile(f"{_OPEN}([mt])([0-9]+)([se]){_CLOSE}")
@@ -128,10 +137,10 @@ class ChatTemplate:
                     MARKER: mark,
                 }
             )
-        except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise PromptError(f"The chat template refuses these messages: {error}.") from error
         except RecursionError as error:
             raise PromptError("The messages are nested too deeply for the template.") from error
+        except REFUSALS as error:
+            raise PromptError(f"The chat template refuses these messages: {error}.") from error
 
     @cached_property
     def _default(self) -> jinja2.Template:

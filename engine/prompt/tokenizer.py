@@ -72,6 +72,13 @@ class PromptTokenizer:
         """A plain text as prompt: with a start token, unless it brings its own."""
         return self.encode(text, special=self.bos is None or not text.startswith(self.bos))
 
+    @property
+    def longest(self) -> int | None:
+        """The most characters that one token can stand for; None where text is normalised first."""
+        if self.backend.normalizer is not None:
+            return None
+        return max(map(len, self.backend.get_vocab()), default=1)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special ones too. Unknown ids have none."""
         return str(self.backend.decode(list(map(int, ids)), skip_special_tokens=False))

@@ -124,18 +124,19 @@ def _explain_request(store: Store, request_id: int) -> Explanation:
 
 def _encode(which: _Model, given: dict[str, Any], *, raw: bool, system: str | None) -> Prompt:
     from engine.events import Request
+    from engine.models import context_length, read_config
     from engine.prompt.encode import encode
     from engine.prompt.tokenizer import load_tokenizer
 
-    tokenizer = None
+    folder, tokenizer = _folder(which.name), None
     try:
-        tokenizer = load_tokenizer(_folder(which.name))
+        tokenizer = load_tokenizer(folder)
     except ModelError:
         if "tokens" not in given:
             raise
     template = tokenizer is not None and tokenizer.template is not None
     chat = as_chat(given, template=template, raw=raw, system=system)
-    return encode(Request(**chat), tokenizer, None, None)
+    return encode(Request(**chat), tokenizer, context_length(read_config(folder)), None)
 
 
 def _folder(name: str) -> Path:

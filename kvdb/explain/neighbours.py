@@ -30,7 +30,7 @@ ROOTS = (
     "ORDER BY b.id DESC LIMIT ?"
 )
 REQUESTS = (
-    "SELECT id, tip_id, prompt_tokens, segments FROM requests "
+    "SELECT id, tip_id, prompt_tokens, segments, unstored FROM requests "
     "WHERE namespace_id = ? AND started_at < ? AND id <> ? ORDER BY id DESC LIMIT ?"
 )
 # The ancestors at one depth of some tips.
@@ -77,7 +77,8 @@ def recent_requests(connection: Connection, case: Case) -> list[PastRequest]:
     own = case.request_id or 0
     rows = connection.execute(REQUESTS, (case.space.id, case.before, own, RECENT_REQUESTS))
     found = [
-        PastRequest(id_, tip, count, *load_segments(segments)) for id_, tip, count, segments in rows
+        PastRequest(id_, tip, count, load_segments(segments), unstored)
+        for id_, tip, count, segments, unstored in rows
     ]
     mine = {segment.digest for segment in case.segments if segment.digest}
     return sorted(

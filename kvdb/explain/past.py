@@ -19,7 +19,7 @@ from kvdb.segments import Segment, load_segments
 REQUEST = (
     "SELECT r.namespace_id, r.started_at, r.prompt_tokens, r.restored_tokens, r.refilled_tokens, "
     "r.miss_reason, r.tip_id, r.segments, b.depth, b.id, r.total_ms, "
-    "coalesce(r.first_token_ms - r.prefill_ms - r.restore_ms, r.lookup_ms, 0) "
+    "coalesce(r.first_token_ms, r.lookup_ms, 0) "
     "FROM requests AS r LEFT JOIN blocks AS b ON b.id = r.deepest_block_id WHERE r.id = ?"
 )
 CHAIN = """
@@ -55,8 +55,8 @@ def past_case(connection: Connection, request_id: int, text: Decode | None) -> C
     if row is None:
         raise UsageError(f"There is no request {request_id} in the store's history.")
     namespace_id, started, count, restored, refilled, reason, tip_id, segments, *rest = row
-    depth, deepest, total_ms, looked_up_ms = rest
-    parts, _ = load_segments(segments)
+    depth, deepest, total_ms, first_ms = rest
+    parts = load_segments(segments)
     space = None if namespace_id is None else key_space(connection, namespace_id)
     reach = restored + refilled
     if reason is None:
@@ -78,7 +78,7 @@ def past_case(connection: Connection, request_id: int, text: Decode | None) -> C
         tip_id=deepest,
         hits=restored,
         reach=reach,
-        before=started + int(looked_up_ms * 1e3),
+        before=started + int(first_ms * 1e3),  # what is put until then is its own
         own=frozenset(id_ for id_, _ in chain),
         request_id=request_id,
     )
