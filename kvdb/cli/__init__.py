@@ -33,6 +33,7 @@ VERBS: Mapping[str, str] = {
     "query": "Ask the store in SQL.",
     "quota": "Bound what a tenant or a namespace may have stored.",
     "rebuild": "Make the index anew from the shards.",
+    "report": "Draw what the store holds and saves, as one HTML page.",
     "sequences": "List, show, fork and drop named sequences.",
     "shell": "Ask the store at a prompt.",
     "simulate": "Replay a trace: what would hit at which size and policy.",
