@@ -156,7 +156,7 @@ def _computed(
 ) -> Parts:
     live = caches()
     size = namespace.block_tokens
-    prefill = Prefill(model, live, tokens, size, True, lambda: False)
+    prefill = Prefill(model, live, tokens, lambda: size, True)
     for _ in prefill.run(0, len(tokens)):
         pass
     block = match.blocks[-1]

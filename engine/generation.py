@@ -1,26 +1,33 @@
-"""One request on the MLX thread: look up, plan, restore, compute, decode, store, record."""
+"""One request on the MLX thread: look up, plan, restore, compute, decode, store, record.
+
+It is a coroutine: whatever may take long it does a step at a time, and what others can share, or
+must not wait for, it asks of the scheduler (engine/turns.py).
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
 from engine import cachekinds, mlxlm
+from engine.batch import Seat
 from engine.events import End, Event, FinishReason, Progress, Request, Skip, Stats, Token
 from engine.plan import Compute, Plan, Refill, Restore, plan
-from engine.prefill import Cancelled, Prefill
+from engine.prefill import Prefill
 from engine.restore import Buffers, capacity_for, logits_array, logits_bytes
 from engine.sampling import Choice, Chooser, top_logprobs
 from engine.storage import Recorder
 from engine.text import Output, encode
+from engine.turns import Cancelled, Forward, PromptEnd, StateLost, Turn, Wait
 from kvdb.history import RequestRecord
-from kvdb.identity import as_tokens, chain_hashes
+from kvdb.identity import Tokens, as_tokens, chain_hashes
 
 if TYPE_CHECKING:
+    from engine.storage import Storage
     from engine.worker import Worker
     from kvdb.sequences import Lease
 
@@ -30,25 +37,38 @@ CLEAR_EVERY = 256
 
 
 class Generation:
-    """The state of one request, from its tokens to its record."""
+    """The state of one answer to one request, from its tokens to its record."""
 
     def __init__(
-        self, worker: Worker, request: Request, cancelled: Callable[[], bool], load_ms: float
+        self,
+        worker: Worker,
+        request: Request,
+        *,
+        load_ms: float = 0.0,
+        index: int = 0,
+        prompt: Tokens | None = None,
     ) -> None:
         self._started, self._started_us = time.perf_counter(), time.time_ns() // 1000
         self._worker = worker
         self._request = request
-        self._cancelled = cancelled
+        self._index = index
         self._load_ms = load_ms
         loaded = worker.loaded
-        self._prompt = encode(request, loaded.tokenizer, loaded.context, worker.vocabulary)
+        if prompt is None:
+            prompt = encode(request, loaded.tokenizer, loaded.context, worker.vocabulary)
+        self._prompt = prompt
         self._room = self._generation_room(loaded.context)
-        self._chooser = Chooser(request.sampling, self._prompt, worker.vocabulary)
+        self._chooser = Chooser(request.sampling, self._prompt, worker.vocabulary, index)
         self._output = Output(request, loaded.tokenizer, loaded.eos, self._room)
-        self._storage = worker.storage if request.read or request.store else None
+        self._storage: Storage | None = None
+        if request.read or request.store:
+            self._storage = worker.storage_for(request.salt)
         self._lease: Lease | None = None
         self._recorder: Recorder | None = None
-        self._caches: list[Any] = []
+        self._seat = Seat([], 0)
+        self._shared: mx.array | None = None  # logits of a prompt that another request computed
+        self._exact = request.reuse == "exact"
+        self._alone = "exact mode" if self._exact else worker.alone
         self._generated: list[int] = []
         self._fed = 0  # generated tokens whose state is, or is about to be, in the caches
         self._kept = len(self._prompt)  # tokens whose blocks were handed to the store
@@ -57,29 +77,103 @@ class Generation:
         self._skip: Skip = "none"
         self._read_nbytes = 0
         self._touched: tuple[int, ...] = ()
-        self._base = worker.model.forwarded
-        self._prompt_forwarded: int | None = None
-        self._lookup_ms = self._restore_ms = self._prefill_ms = 0.0
+        self._model = mlxlm.CountingModel(worker.model.model, worker.model)
+        self._shared_steps = 0
+        self._held = False
+        self._queued_ms = self._lookup_ms = self._restore_ms = self._prefill_ms = 0.0
         self._first_token_ms: float | None = None
         self._damaged = False
 
-    def events(self) -> Iterator[Event]:
+    @property
+    def prompt(self) -> Tokens:
+        return self._prompt
+
+    @property
+    def done(self) -> int:
+        """How many prompt tokens have their state."""
+        return self._restored + self._refilled + self._computed
+
+    @property
+    def tokens_at_most(self) -> int:
+        """Tokens of the prompt and of the longest answer."""
+        return len(self._prompt) + self._room
+
+    @property
+    def key_space(self) -> tuple[object, ...] | None:
+        """Requests of an equal one may use each other's state; None uses nobody's."""
+        request = self._request
+        if not request.read or not request.store:
+            return None
+        return request.salt, request.reuse
+
+    @property
+    def seat(self) -> Seat:
+        return self._seat
+
+    @property
+    def stores(self) -> bool:
+        """Whether what it computes is stored, so that others may wait for a part of it."""
+        return self._storage is not None and self._request.store
+
+    def others(self) -> list[Generation]:
+        """The further answers that the request asks for; each waits for :meth:`share`."""
+        count = self._request.n if self._index == 0 else 1
+        return [
+            Generation(self._worker, self._request, index=index, prompt=self._prompt)
+            for index in range(1, count)
+        ]
+
+    @property
+    def shareable(self) -> bool:
+        """Whether the state of the whole prompt is here, and nothing behind it."""
+        return self._seat.length == len(self._prompt)
+
+    def share(self, other: Generation, logits: mx.array) -> None:
+        """Let another answer to the same prompt go on from here. Memory is shared until one of
+        the two appends, stored blocks for ever."""
+        other._seat = self._seat.forked()
+        other._shared = logits
+        other._restored, other._skip = len(self._prompt), "full"
+        if other._storage is not None and self._lease is not None:
+            other._lease = other._storage.fork(self._lease, other._request.tenant)
+        blocks = -(-len(self._prompt) // self._worker.block_tokens)
+        other._record_blocks(range(blocks))
+
+    def events(self) -> Generator[Event | Turn, mx.array, None]:
         """Run to the end. The lease is released whatever happens."""
+        self._queued_ms = _since(self._started)
         try:
             try:
                 yield from self._answer()
-            except Cancelled:
-                self._finish = "cancelled"
+            except Cancelled as cancelled:
+                self._finish = cancelled.reason
             self._keep_generated(final=True)
+            yield from self._hold()
         finally:
             if self._storage is not None:
                 self._storage.release(self._lease)
         stats = self._stats()
         self._record(stats)
-        yield End(self._finish or "length", self._output.rest(), stats)
+        yield End(self._finish or "length", self._output.rest(), stats, self._index)
 
-    def _answer(self) -> Iterator[Event]:
-        steps = self._look_up()
+    def never(self, reason: FinishReason) -> End:
+        """The end of a request that never began."""
+        self._queued_ms = _since(self._started)
+        return End(reason, "", self._stats(), self._index)
+
+    def _answer(self) -> Generator[Event | Turn, mx.array, None]:
+        if self._shared is None:
+            choice = yield from self._begin()
+        else:
+            choice = self._choose(self._shared)
+            yield self._emit(choice)
+        if self._finish is None:
+            yield from self._decode(choice)
+
+    def _begin(self) -> Generator[Event | Turn, mx.array, Choice]:
+        """The state of the whole prompt, and the first token."""
+        steps = yield from self._look_up()
+        logits: mx.array | None = None
         choice = None
         if steps.stored_logits:
             logits = self._stored_logits()
@@ -89,26 +183,36 @@ class Generation:
                 # Sampled before any payload is read: the state is restored behind it.
                 choice = self._choose(logits)
                 yield self._emit(choice)
-        if self._finish is not None:
+        if choice is not None and logits is not None and self._ends_here():
             self._settle(steps)
-            return
-        steps = self._restore(steps)
-        yield Progress(steps.restored, len(self._prompt))
-        logits = yield from self._compute(steps)
-        raw = None if logits is None else logits_bytes(logits)
-        if choice is None and logits is not None:
-            choice = self._choose(logits)
-            yield self._emit(choice)
-        if self._recorder is not None and raw is not None:
-            self._keep_prompt_end(self._recorder, steps, raw)
-        if self._finish is None and choice is not None:
-            yield from self._decode(choice)
+        else:
+            steps = self._restore(steps)
+            yield Progress(steps.restored, len(self._prompt))
+            computed = yield from self._compute(steps)
+            raw = None if computed is None else logits_bytes(computed)
+            logits = logits if computed is None else computed
+            if logits is None:
+                raise RuntimeError("a plan gave no logits")
+            if choice is None:
+                choice = self._choose(logits)
+                yield self._emit(choice)
+            if self._recorder is not None and raw is not None:
+                self._keep_prompt_end(self._recorder, steps, raw)
+            self._seat.length = len(self._prompt)
+        yield PromptEnd(logits)
+        return choice
+
+    def _ends_here(self) -> bool:
+        """Whether neither this answer nor another one to its prompt goes on after this token."""
+        return self._finish is not None and (self._request.n == 1 or self._room == 1)
 
     # -- what is stored ----------------------------------------------------------------------
 
-    def _look_up(self) -> Plan:
+    def _look_up(self) -> Generator[Turn, mx.array, Plan]:
         began = time.perf_counter()
         if self._storage is not None and self._request.read:
+            # What earlier requests left in the writer's queue is part of the store.
+            yield Wait(self._storage.written(self._prompt))
             self._lease = self._storage.lease(
                 self._prompt, self._request.reuse, self._request.tenant
             )
@@ -144,7 +248,7 @@ class Generation:
         began = time.perf_counter()
         worker, layout = self._worker, self._worker.layout
         if layout is None:
-            self._caches = worker.new_caches()
+            self._seat.sit(worker.new_caches(), 0)
             self._settle(steps)
             return steps
         buffers = Buffers(layout, capacity_for(len(self._prompt), self._room))
@@ -159,28 +263,37 @@ class Generation:
                 steps = self._plan(
                     bad=read.bad, shared_ok=read.shared_ok, logits_ok=bool(self._generated)
                 )
-        self._caches = buffers.caches(worker.new_caches(), steps.start)
+        self._seat.sit(buffers.caches(worker.new_caches(), steps.start), 0)
         self._settle(steps)
         self._restore_ms = _since(began)
-        if self._storage is not None and self._request.store:
+        self._record_blocks(steps.reads)
+        return steps
+
+    def _record_blocks(self, known: Collection[int]) -> None:
+        """Store what is computed from now on; ``known`` blocks are stored already."""
+        layout = self._worker.layout
+        if layout is not None and self._storage is not None and self._request.store:
             self._recorder = Recorder(
                 self._storage,
-                lambda start, end: cachekinds.cut(self._caches, layout, start, end),
-                known=steps.reads,
-                exact=self._request.reuse == "exact",
+                lambda start, end: cachekinds.cut(self._seat.caches, layout, start, end),
+                known=known,
+                exact=self._exact,
                 running=None if self._lease is None else self._lease.sequence,
             )
-        return steps
 
     # -- computing the prompt ----------------------------------------------------------------
 
     def _compute(self, steps: Plan) -> Generator[Event, None, mx.array | None]:
         """Refill and compute; returns the raw logits of the last token if it was computed."""
         began = time.perf_counter()
-        exact = self._request.reuse == "exact"
-        step = self._worker.block_tokens if exact else self._worker.step
+        worker, exact, caches = self._worker, self._exact, self._seat.caches
         prefill = Prefill(
-            self._worker.model, self._caches, self._prompt, step, exact, self._cancelled
+            self._model,
+            caches,
+            self._prompt,
+            # In max mode the memory guard may change it between two steps.
+            lambda: worker.block_tokens if exact else worker.step,
+            exact,
         )
         logits = None
         try:
@@ -190,13 +303,11 @@ class Generation:
                 elif isinstance(part, Compute):
                     middle = prefill.last_step_start(part.start, part.end)
                     yield from self._run(prefill, part.start, middle, refill=False)
-                    if self._cancelled():
-                        raise Cancelled
                     logits = prefill.last(middle, part.end)
                     self._computed += part.end - middle
         finally:
             self._prefill_ms = _since(began)
-        mlxlm.set_offset(self._caches, len(self._prompt))
+        mlxlm.set_offset(caches, len(self._prompt))
         return logits
 
     def _run(self, prefill: Prefill, start: int, end: int, *, refill: bool) -> Iterator[Event]:
@@ -209,7 +320,7 @@ class Generation:
             if self._recorder is not None:
                 self._recorder.put_range(self._prompt, at, done)
             at = done
-            yield Progress(self._restored + self._refilled + self._computed, len(self._prompt))
+            yield Progress(self.done, len(self._prompt))
 
     def _keep_prompt_end(self, recorder: Recorder, steps: Plan, logits: Bytes) -> None:
         """Store what the last step computed, and the logits after it."""
@@ -232,21 +343,18 @@ class Generation:
         self._generated.append(token)
         text, self._finish = self._output.feed(token)
         if self._request.logprobs is None:
-            return Token(token, text)
+            return Token(token, text, index=self._index)
         logprob, best = top_logprobs(choice, self._request.logprobs)
-        return Token(token, text, logprob, best)
+        return Token(token, text, logprob, best, self._index)
 
-    def _decode(self, first: Choice) -> Iterator[Event]:
+    def _decode(self, first: Choice) -> Generator[Event | Turn, mx.array, None]:
         """Generate after the first token. The next forward is under way while a token is handed
         out, so the last token's state is usually there too."""
-        self._prompt_forwarded = self._worker.model.forwarded - self._base
-        pending = self._forward(first)
+        pending = yield from self._forward(first)
         while self._finish is None:
-            if self._cancelled():
-                raise Cancelled
             following = None
             if len(self._generated) + 1 < self._room:
-                following = self._forward(pending)
+                following = yield from self._forward(pending)
             yield self._emit(pending)
             self._keep_generated(final=False)
             if len(self._generated) % CLEAR_EVERY == 0:
@@ -255,13 +363,34 @@ class Generation:
                 break
             pending = following
 
-    def _forward(self, choice: Choice) -> Choice:
-        """Put a chosen token through the model and choose the next; nothing waits here."""
-        logits = self._worker.model(choice.token[None], self._caches)[:, -1, :]
+    def _forward(self, choice: Choice) -> Generator[Turn, mx.array, Choice]:
+        """Have a chosen token put through the model and choose the next; nothing waits here."""
+        alone = self._alone is not None
+        try:
+            logits = yield Forward(choice.token, self._seat, alone)
+        except StateLost:
+            choice = yield from self._recompute(choice)
+            logits = yield Forward(choice.token, self._seat, True)
         self._fed += 1
-        following = self._choose(logits, choice.token)
-        mlxlm.start(following.token)
-        return following
+        self._shared_steps += self._seat.batch is not None
+        return self._choose(logits, choice.token)
+
+    def _recompute(self, choice: Choice) -> Generator[Turn, mx.array, Choice]:
+        """Compute the state anew, up to the token that is to be put through the model."""
+        self._alone = "a forward with others failed"
+        caches = self._worker.new_caches()
+        tokens = np.concatenate([self._prompt, as_tokens(self._generated)])
+        end = len(self._prompt) + self._fed
+        prefill = Prefill(self._model, caches, tokens, lambda: self._worker.step, False)
+        middle = prefill.last_step_start(0, end)
+        for _ in prefill.run(0, middle):
+            yield Wait(lambda: True)
+        logits = prefill.last(middle, end)
+        self._seat.sit(caches, end)
+        if self._fed < len(self._generated):
+            return Choice(mx.array(self._generated[self._fed : self._fed + 1]), choice.logprobs)
+        self._chooser.rewind(tokens, self._fed)
+        return self._choose(logits)
 
     def _keep_generated(self, *, final: bool) -> None:
         """Store the state that decoding added: whole blocks as they fill, the tail at the end."""
@@ -278,6 +407,18 @@ class Generation:
         self._recorder.put_generated(tokens, self._kept)
         self._kept = total
 
+    def _hold(self) -> Generator[Turn, mx.array, None]:
+        """Hold the state in the store for as long as the request says."""
+        tip, ttl = self._tip_hash(), self._request.ttl_seconds
+        if ttl is None or tip is None or self._recorder is None or self._storage is None:
+            return
+        written = self._storage.written(self._kept_tokens())
+        try:
+            yield Wait(written)
+        except Cancelled:
+            return
+        self._held = self._storage.hold(tip, ttl, self._request.tenant)
+
     # -- accounts ----------------------------------------------------------------------------
 
     def _generation_room(self, context: int | None) -> int:
@@ -287,8 +428,6 @@ class Generation:
         return min(self._request.max_tokens, max(1, context - len(self._prompt)))
 
     def _stats(self) -> Stats:
-        forwarded = self._worker.model.forwarded - self._base
-        at_prompt = self._prompt_forwarded
         reason = None if self._lease is None else self._lease.match.miss_reason
         return Stats(
             prompt_tokens=len(self._prompt),
@@ -296,12 +435,16 @@ class Generation:
             refilled_tokens=self._refilled,
             computed_tokens=self._computed,
             generated_tokens=len(self._generated),
-            forwarded_tokens=forwarded,
-            forwarded_prompt_tokens=forwarded if at_prompt is None else at_prompt,
+            forwarded_tokens=self._model.forwarded + self._fed,
+            forwarded_prompt_tokens=self._model.forwarded,
             skip=self._skip,
             miss_reason="damaged" if self._damaged else reason,
             bytes_read=self._read_nbytes,
+            shared_steps=self._shared_steps,
+            alone=self._alone,
+            held=self._held,
             load_ms=self._load_ms,
+            queued_ms=self._queued_ms,
             lookup_ms=self._lookup_ms,
             restore_ms=self._restore_ms,
             prefill_ms=self._prefill_ms,
@@ -317,7 +460,7 @@ class Generation:
                 started_at=self._started_us,
                 namespace_id=self._storage.namespace.id,
                 # A cancelled prompt counts as far as it got.
-                prompt_tokens=self._restored + self._refilled + self._computed,
+                prompt_tokens=self.done,
                 restored_tokens=self._restored,
                 refilled_tokens=self._refilled,
                 computed_tokens=self._computed,
@@ -341,11 +484,13 @@ class Generation:
 
     def _tip_hash(self) -> bytes | None:
         """Hash of the block that the stored state of this request ends in."""
-        if self._storage is None or self._finish == "cancelled":
+        if self._storage is None or self._finish in ("cancelled", "deadline"):
             return None
-        namespace = self._storage.namespace
-        tokens = np.concatenate([self._prompt, as_tokens(self._generated)])[: self._kept]
+        namespace, tokens = self._storage.namespace, self._kept_tokens()
         return chain_hashes(namespace.fingerprint, tokens, namespace.block_tokens)[-1]
+
+    def _kept_tokens(self) -> Tokens:
+        return np.concatenate([self._prompt, as_tokens(self._generated)])[: self._kept]
 
 
 def _since(began: float) -> float:

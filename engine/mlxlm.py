@@ -24,14 +24,17 @@ GROWTH = 256
 
 
 class CountingModel:
-    """The model call, counting the tokens that really go through it."""
+    """The model call, counting the tokens that really go through it, also for ``whole``."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, whole: CountingModel | None = None) -> None:
         self.model = model
+        self.whole = whole
         self.forwarded = 0
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
         self.forwarded += tokens.size
+        if self.whole is not None:
+            return self.whole(tokens, cache)
         logits: mx.array = self.model(tokens, cache=cache)
         return logits
 
@@ -87,10 +90,10 @@ def evaluate(caches: Sequence[Any], *more: mx.array) -> None:
     mx.eval([cache.state for cache in caches], *more)
 
 
-def start(array: mx.array) -> None:
-    """Begin computing ``array``; nothing waits for it here."""
+def start(*arrays: mx.array) -> None:
+    """Begin computing ``arrays``; nothing waits for them here."""
     begin: Any = mx.async_eval
-    begin(array)
+    begin(*arrays)
 
 
 def scalar(array: mx.array) -> Any:

@@ -1,4 +1,4 @@
-"""kvdb's own prefill loop: steps for the model, a callback after each, cancellation between."""
+"""kvdb's own prefill loop: steps for the model, and whatever else goes on between two of them."""
 
 from __future__ import annotations
 
@@ -19,31 +19,25 @@ GPU_STEP = 2048
 SHORT_STEP = 32
 
 
-class Cancelled(Exception):
-    """The request was cancelled between two steps. Internal."""
-
-
 @dataclass(frozen=True, slots=True)
 class Prefill:
     """How ranges of one prompt are computed. ``exact`` means one forward per step, whatever its
-    length, so that the bits depend on tokens and step only."""
+    length, so that the bits depend on tokens and step only. ``step`` is asked before each one."""
 
     model: mlxlm.CountingModel
     caches: Sequence[Any]
     tokens: Tokens
-    step: int
+    step: Callable[[], int]
     exact: bool
-    cancelled: Callable[[], bool]
 
     def run(self, start: int, end: int) -> Iterator[int]:
         """Compute the state of tokens ``start`` to ``end`` over what lies before them; yield the
-        end of every finished step. Raises Cancelled between steps."""
+        end of every finished step."""
         mlxlm.set_offset(self.caches, start)
         at = start
         while at < end:
-            if self.cancelled():
-                raise Cancelled
-            stop = min(end, (at // self.step + 1) * self.step)
+            step = self.step()
+            stop = min(end, (at // step + 1) * step)
             self._forward(at, stop)
             mlxlm.evaluate(self.caches)
             mlxlm.release_buffers()
@@ -65,7 +59,8 @@ class Prefill:
 
     def last_step_start(self, start: int, end: int) -> int:
         """Where the step that holds the last token of ``start`` to ``end`` begins."""
-        return max(start, (end - 1) // self.step * self.step)
+        step = self.step()
+        return max(start, (end - 1) // step * step)
 
     def _forward(self, start: int, end: int) -> mx.array:
         return self.model(mx.array(self.tokens[start:end])[None], self.caches)

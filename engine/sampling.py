@@ -32,10 +32,11 @@ class Chooser:
 
     Processors see the prompt and every token chosen before, as in a cold run, whatever was
     restored. The random key of token i depends on the seed and i only: mlx's random state is
-    global to a thread, and would otherwise carry one request's draws into another's.
+    global to a thread, and would otherwise carry one request's draws into another's. Of several
+    answers to one prompt the first draws as a single one would, the others by their index.
     """
 
-    def __init__(self, sampling: Sampling, prompt: Tokens, vocabulary: int) -> None:
+    def __init__(self, sampling: Sampling, prompt: Tokens, vocabulary: int, index: int = 0) -> None:
         if sampling.top_k >= vocabulary:
             raise UsageError(f"top_k must be below the vocabulary's size ({vocabulary}).")
         for token in sampling.logit_bias or {}:
@@ -45,7 +46,8 @@ class Chooser:
                     f"logit_bias names {token!r}, which is no token id below {vocabulary}."
                 )
         self._random = sampling.temperature > 0
-        self._seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        self._seed = _mix(seed, -index) if index else seed
         self._position = 0
         self._sampler: Callable[[mx.array], mx.array] = make_sampler(
             temp=sampling.temperature,
@@ -77,6 +79,11 @@ class Chooser:
             mx.random.seed(_mix(self._seed, self._position))
         self._position += 1
         return Choice(self._sampler(logprobs), logprobs)
+
+    def rewind(self, tokens: Tokens, chosen: int) -> None:
+        """Go back to where ``chosen`` tokens were chosen; ``tokens`` are the prompt and these."""
+        self._position = chosen
+        self._history = mx.array(tokens) if self._processors else None
 
 
 def top_logprobs(choice: Choice, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.events import Reuse
-from kvdb.errors import KvdbError
+from kvdb.errors import KvdbError, QuotaExceeded, StoreMissing
 from kvdb.history import RequestRecord
 from kvdb.identity import Tokens
 from kvdb.writer import Payload
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from kvdb.sequences import Lease
     from kvdb.sequences import Sequence as Running
     from kvdb.store import Store
+    from kvdb.writer import Ticket
 
 log = logging.getLogger("kvdb.engine")
 
@@ -41,6 +44,20 @@ class Read:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """A put that may still be under way: its blocks' tokens begin at ``start``."""
+
+    tokens: Tokens
+    start: int
+    ticket: Ticket
+
+    def meets(self, tokens: Tokens) -> bool:
+        """Whether ``tokens`` go through the beginning of what is put."""
+        shared = self.start + 1
+        return len(tokens) >= shared and np.array_equal(tokens[:shared], self.tokens[:shared])
+
+
 class Storage:
     """One store, one namespace, one build. No method raises a KvdbError: each failure is logged
     once per kind, and answered as if nothing were stored."""
@@ -50,6 +67,7 @@ class Storage:
         self.namespace = namespace
         self.build = build
         self._said: set[str] = set()
+        self._queued: list[_Queued] = []
 
     @property
     def block_tokens(self) -> int:
@@ -58,8 +76,6 @@ class Storage:
     def lease(self, tokens: Tokens, reuse: Reuse, tenant: str) -> Lease | None:
         """What is stored of ``tokens``, held until release. Exact mode sees blocks of this build
         only, and nothing while the build has no row (a read-only store)."""
-        # What earlier requests of this process left in the writer's queue is part of the store.
-        self._try(lambda: self.store.flush(FLUSH_SECONDS), False)
         exact = None
         if reuse == "exact":
             if self.build is None:
@@ -75,6 +91,42 @@ class Storage:
             ),
             None,
         )
+
+    def written(self, tokens: Tokens) -> Callable[[], bool]:
+        """A question whether all queued puts are done that the look-up of ``tokens`` could meet;
+        its answer is yes in any case after some seconds, as on a stalled disk."""
+        self._queued = [queued for queued in self._queued if not queued.ticket.done]
+        tickets = [queued.ticket for queued in self._queued if queued.meets(tokens)]
+        until = time.monotonic() + FLUSH_SECONDS
+        return lambda: all(ticket.done for ticket in tickets) or time.monotonic() > until
+
+    def fork(self, lease: Lease, tenant: str) -> Lease:
+        """Another running sequence on the state that a lease holds."""
+        sequence = lease.sequence
+        if sequence is None:
+            return replace(lease)
+        forked = self._try(
+            lambda: self.store.sequence(self.namespace, sequence.tip_hash, tenant=tenant), None
+        )
+        return replace(lease, sequence=forked)
+
+    def hold(self, tip_hash: bytes, ttl_seconds: float, tenant: str) -> bool:
+        """Hold a chain for some time, anew where it is held already; False where the tenant may
+        hold no more, or the chain is gone."""
+        name = f"ttl:{self.namespace.id}:{tip_hash.hex()}"
+
+        def hold() -> bool:
+            with contextlib.suppress(StoreMissing):
+                self.store.find_sequence(name).drop()
+            try:
+                self.store.sequence(
+                    self.namespace, tip_hash, name=name, ttl_seconds=ttl_seconds, tenant=tenant
+                )
+            except (QuotaExceeded, StoreMissing):
+                return False
+            return True
+
+        return not self.store.read_only and self._try(hold, False)
 
     def release(self, lease: Lease | None) -> None:
         if lease is not None:
@@ -103,7 +155,7 @@ class Storage:
         if self.store.read_only:
             self._say("the store is read-only: nothing new is stored")
             return
-        self._try(
+        ticket = self._try(
             lambda: self.store.put(
                 self.namespace,
                 tokens,
@@ -115,6 +167,9 @@ class Storage:
             ),
             None,
         )
+        if ticket is not None:
+            start = payloads[0].index * self.namespace.block_tokens
+            self._queued.append(_Queued(tokens, start, ticket))
 
     def record(self, record: RequestRecord) -> None:
         if not self.store.read_only:

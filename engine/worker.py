@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from engine import cachekinds, mlxlm, models
+from engine import batchkinds, cachekinds, mlxlm, models
 from engine.blas import Blas
 from engine.buildcheck import open_storage
-from engine.events import Event, Request
+from engine.events import Request
 from engine.generation import Generation
 from engine.options import EngineOptions
 from engine.prefill import check_step
@@ -22,6 +23,9 @@ from kvdb.layout import Layout
 
 if TYPE_CHECKING:
     from kvdb.store import Store
+
+# Key spaces of salted requests that are kept at hand.
+MAX_SALTS = 256
 
 log = logging.getLogger("kvdb.engine")
 
@@ -49,7 +53,11 @@ class Worker:
         self.observe: Callable[[mx.array], None] | None = None
         self.layout, self.vocabulary = self._layout()
         self.description = mlxlm.build_description(self.model.model, blas)
-        self.storage = None if store is None else self._storage(store, options.salt)
+        self.alone = self._alone()
+        self.salt = options.salt
+        self._store = store
+        self._salted: dict[bytes, Storage | None] = {}
+        self.storage = self._storage(options.salt)
         self._load_ms = self.loaded.load_seconds * 1e3
 
     def new_caches(self) -> list[Any]:
@@ -57,11 +65,38 @@ class Worker:
         options = self.loaded.options
         return mlxlm.new_cache(self.model.model, options.kv_bits, options.kv_group_size)
 
-    def run(self, request: Request, cancelled: Callable[[], bool]) -> Iterator[Event]:
-        """The events of one request. Raises PromptError or UsageError before the first event. The
-        first request bears the time it took to load the model."""
-        load_ms, self._load_ms = self._load_ms, 0.0
-        return Generation(self, request, cancelled, load_ms).events()
+    def take(self, request: Request) -> Generation:
+        """A request, ready to begin. Raises PromptError or UsageError. The first one bears the
+        time it took to load the model."""
+        generation = Generation(self, request, load_ms=self._load_ms)
+        self._load_ms = 0.0
+        return generation
+
+    def storage_for(self, salt: bytes) -> Storage | None:
+        """The key space of requests with ``salt``; without one, the engine's own."""
+        if not salt or self.storage is None:
+            return self.storage
+        if salt not in self._salted:
+            while len(self._salted) >= MAX_SALTS:
+                del self._salted[next(iter(self._salted))]
+            self._salted[salt] = self._storage(_joined(self.salt, salt))
+        return self._salted[salt]
+
+    def _alone(self) -> str | None:
+        """Why no request of this model can decode together with others, None if it can. A forward
+        of two is built, never computed, to see whether the model takes one."""
+        caches = self.new_caches(), self.new_caches()
+        if reason := batchkinds.alone_reason(caches[0]):
+            return reason
+        model = self.model.model
+        try:
+            for each in caches:
+                model(mx.zeros((1, 1), mx.uint32), cache=each)
+            joined = [batchkinds.join(layers, (1, 1)) for layers in zip(*caches, strict=True)]
+            model(mx.zeros((2, 1), mx.uint32), cache=joined)
+        except (ValueError, TypeError, AttributeError) as error:
+            return f"the model takes no batch: {error}"
+        return None
 
     def _layout(self) -> tuple[Layout | None, int]:
         try:
@@ -76,12 +111,12 @@ class Worker:
             raise ModelError(f"{self.loaded.name} cannot be run: {error}.") from error
         return layout, cachekinds.vocabulary_size(self.model, self.new_caches())
 
-    def _storage(self, store: Store, salt: bytes) -> Storage | None:
-        if self.layout is None:
+    def _storage(self, salt: bytes) -> Storage | None:
+        if self.layout is None or self._store is None:
             return None
         try:
             return open_storage(
-                store,
+                self._store,
                 self.loaded.identity,
                 self.layout,
                 self.description,
@@ -94,3 +129,10 @@ class Worker:
         except KvdbError as error:
             log.warning("going on without the store: %s", error)
             return None
+
+
+def _joined(engine: bytes, request: bytes) -> bytes:
+    """One salt of two, such that no other two give the same."""
+    digest = hashlib.sha256(b"kvdb/salt/1\0" + len(engine).to_bytes(8, "little"))
+    digest.update(engine + request)
+    return digest.digest()

@@ -1,0 +1,270 @@
+"""Many requests at once: the same answers as alone, in the right order, each computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_model import difference, equal, prompt_tokens, run, write_model
+
+from engine import (
+    End,
+    Engine,
+    Event,
+    Load,
+    Progress,
+    Request,
+    Sampling,
+    TenantLimits,
+    Token,
+)
+from kvdb.errors import QuotaExceeded
+from kvdb.store import Store
+
+LENGTHS = (3, 20, 90, 300, 31, 700, 64, 1)
+SLIDING = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 64,
+}
+
+
+def ask_all(engine: Engine, requests: Sequence[Request]) -> list[list[Event]]:
+    """All events of requests that arrive together."""
+    streams = []
+
+    def arrive(worker: Any) -> None:
+        streams.extend(engine.generate(request) for request in requests)
+
+    engine.call(arrive)  # on the engine's thread, so that all are there before its next step
+    return [list(stream) for stream in streams]
+
+
+def ids(events: Sequence[Event], index: int = 0) -> list[int]:
+    return [e.id for e in events if isinstance(e, Token) and e.index == index]
+
+
+def logprobs(events: Sequence[Event]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    tops = [dict(e.top_logprobs) for e in events if isinstance(e, Token)]
+    return np.array([[row[i] for i in sorted(row)] for row in tops], np.float32)
+
+
+def ends(events: Sequence[Event]) -> list[End]:
+    return [e for e in events if isinstance(e, End)]
+
+
+def forwarded(worker: Any) -> int:
+    """Tokens that went through the model, counted there."""
+    return int(worker.model.forwarded)
+
+
+def flush(engine: Engine) -> None:
+    engine.call(lambda worker: worker.storage.store.flush(30))
+
+
+def watch(engine: Engine, see: Callable[[Any], None]) -> None:
+    """Have ``see`` called with the raw logits of every token that is chosen."""
+    engine.call(lambda worker: setattr(worker, "observe", see))
+
+
+def refs(store: Store) -> int:
+    """Blocks that requests hold: none, once all have ended."""
+    return int(store.sql("SELECT count(*) FROM sequences").rows[0][0])
+
+
+def requests_of(lengths: Sequence[int], **options: Any) -> list[Request]:
+    return [
+        Request(tokens=prompt_tokens(length, seed=number), ignore_eos=True, **options)
+        for number, length in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [({}, {}), (SLIDING, {}), ({}, {"kv_bits": 8, "kv_group_size": 32})],
+    ids=["full", "sliding", "quantised"],
+)
+def test_answers_together_equal_answers_alone(
+    tmp_path: Path,
+    make_engine: Any,
+    caplog: pytest.LogCaptureFixture,
+    config: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    model = write_model(tmp_path / "model", **config)
+    engine = make_engine(None, model, block_tokens=64, **options)
+    requests = requests_of(LENGTHS, max_tokens=80, logprobs=128)
+    alone = [list(engine.generate(request)) for request in requests]
+    together = ask_all(engine, requests)
+    for one, other in zip(alone, together, strict=True):
+        assert difference(logprobs(one), logprobs(other)) <= (1e-3 if options else 1e-4)
+        assert ends(one)[0].stats.shared_steps == 0
+        assert ends(other)[0].stats.shared_steps > 50
+
+
+def test_what_is_stored_from_a_batch_is_each_ones_own(
+    tiny: Path, store: Store, make_engine: Any
+) -> None:
+    engine = make_engine(store, tiny, block_tokens=16)
+    cold = make_engine(None, tiny, block_tokens=16)
+    requests = requests_of((40, 90, 300, 31), max_tokens=50)
+    answers = [ids(events) for events in ask_all(engine, requests)]
+    flush(engine)
+    for request, answer in zip(requests, answers, strict=True):
+        every = [*(request.tokens or ()), *answer[:49]]
+        again = run(engine, [*every, 5], max_tokens=6)
+        assert again.stats.restored_tokens == len(every)
+        assert equal(run(cold, [*every, 5], max_tokens=6), again, "max")
+    # The twin: the comparison sees it when a request goes on from another's state.
+    pairs = zip(requests[:2], answers[:2], strict=True)
+    first, second = ([*(r.tokens or ()), *answer[:49], 5] for r, answer in pairs)
+    assert not equal(run(cold, second, max_tokens=6), run(engine, first, max_tokens=6), "max")
+
+
+def test_equal_seeds_give_equal_tokens_alone_and_beside_others(
+    tiny: Path, make_engine: Any
+) -> None:
+    engine = make_engine(None, tiny)
+    requests = [
+        replace(request, sampling=Sampling(temperature=1.0, seed=number % 3))
+        for number, request in enumerate(requests_of(LENGTHS, max_tokens=30))
+    ]
+    alone = [ids(list(engine.generate(request))) for request in requests]
+    assert [ids(events) for events in ask_all(engine, requests)] == alone
+    assert [ids(events) for events in ask_all(engine, requests[::-1])] == alone[::-1]
+
+
+def test_exact_requests_decode_alone(tiny: Path, make_engine: Any) -> None:
+    engine = make_engine(None, tiny, block_tokens=64)
+    requests = requests_of((100, 120), max_tokens=20, logprobs=128)
+    exact = [replace(request, reuse="exact") for request in requests]
+    alone = [list(engine.generate(request)) for request in exact]
+    together = ask_all(engine, [*exact, *requests])
+    for one, other in zip(alone, together, strict=False):
+        assert np.array_equal(logprobs(one), logprobs(other))
+        assert ends(other)[0].stats.alone == "exact mode"
+        assert ends(other)[0].stats.shared_steps == 0
+
+
+def test_several_answers_share_one_prefill(tiny: Path, store: Store, make_engine: Any) -> None:
+    engine = make_engine(store, tiny, block_tokens=64)
+    prompt = prompt_tokens(300)
+    sampling = Sampling(temperature=1.0, seed=4)
+    one = Request(tokens=prompt, max_tokens=40, ignore_eos=True, sampling=sampling, read=False)
+    before = engine.call(forwarded)
+    events = list(engine.generate(replace(one, read=True, n=4)))
+    assert engine.call(forwarded) - before == 300 + 4 * 39
+    answers = [ids(events, index) for index in range(4)]
+    assert sorted(end.index for end in ends(events)) == [0, 1, 2, 3]
+    assert answers[0] == ids(list(engine.generate(one)))
+    assert len({tuple(answer) for answer in answers}) == 4
+    # Each is stored as its own, over one stored prompt.
+    flush(engine)
+    for answer in answers:
+        assert run(engine, [*prompt, *answer[:39]]).stats.restored_tokens >= 338
+    assert store.sql("SELECT count(*) FROM blocks WHERE depth = 0").rows == [(1,)]
+    assert refs(store) == 0
+    # From stored logits, and with no second token, it is the same.
+    again = list(engine.generate(replace(one, read=True, n=4)))
+    assert [ids(again, index) for index in range(4)] == answers
+    first = list(engine.generate(replace(one, read=True, n=4, max_tokens=1)))
+    assert [ids(first, index) for index in range(4)] == [answer[:1] for answer in answers]
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_identical_prompts_are_computed_once(
+    tiny: Path, store: Store, make_engine: Any, stored: bool
+) -> None:
+    engine = make_engine(store if stored else None, tiny, block_tokens=64)
+    prompt = prompt_tokens(700)
+    requests = [Request(tokens=prompt, max_tokens=n, ignore_eos=True) for n in (5, 9, 7)]
+    answers = ask_all(engine, requests)
+    assert engine.call(forwarded) == 700 + 4 + 8 + 6
+    cold = ids(list(engine.generate(replace(requests[1], read=False, store=False))))
+    assert [ids(events) for events in answers] == [cold[:5], cold, cold[:7]]
+    assert [ends(events)[0].stats.skip for events in answers] == ["none", "full", "full"]
+
+
+def test_a_shared_beginning_is_computed_once(tiny: Path, store: Store, make_engine: Any) -> None:
+    engine = make_engine(store, tiny, block_tokens=64, step=64)
+    system = prompt_tokens(600, seed=9)
+    requests = [
+        Request(tokens=[*system, *prompt_tokens(100, seed=n)], max_tokens=2) for n in range(4)
+    ]
+    stats = [ends(events)[0].stats for events in ask_all(engine, requests)]
+    assert stats[0].restored_tokens == 0
+    assert all(576 <= s.restored_tokens <= 600 for s in stats[1:])
+
+
+def test_a_long_prompt_gives_way_and_keeps_its_work(
+    tiny: Path, store: Store, make_engine: Any
+) -> None:
+    engine = make_engine(store, tiny, block_tokens=64, step=64, max_running=1)
+    order: list[str] = []
+    long = Request(tokens=prompt_tokens(3000, seed=1), max_tokens=2, priority="batch")
+    stream = engine.generate(long)
+    for event in stream:
+        if isinstance(event, Progress) and event.done >= 192:
+            break
+    before = engine.load()
+    short = list(engine.generate(Request(tokens=prompt_tokens(20, seed=2), max_tokens=2)))
+    order = [type(event).__name__ for event in stream]
+    assert (before.running, before.prefilling) == (1, 1)
+    # The long one was not done when the short one ended, and began nothing anew.
+    assert order.count("Progress") > 10
+    assert ends(short)[0].stats.first_token_ms < 1e3
+    assert engine.call(forwarded) == 3000 + 20 + 2
+
+
+def test_a_paused_answer_goes_on_where_it_was(tiny: Path, make_engine: Any) -> None:
+    engine = make_engine(None, tiny, max_running=2)
+    batch = requests_of((300, 40), max_tokens=200, priority="batch")
+    alone = [ids(list(engine.generate(request))) for request in batch]
+    streams = [engine.generate(request) for request in batch]
+    begun = [[next(e for e in stream if isinstance(e, Token))] for stream in streams]
+    urgent = ask_all(engine, requests_of((20, 21, 22), max_tokens=20))
+    paused = [one + list(rest) for one, rest in zip(begun, streams, strict=True)]
+    assert [ids(events) for events in paused] == alone
+    assert all(len(ids(events)) == 20 for events in urgent)
+    engine.call(lambda worker: None)
+    assert engine.load() == Load()
+
+
+def test_a_tenant_has_no_more_than_its_limits(tiny: Path, make_engine: Any) -> None:
+    limits = {"a": TenantLimits(requests=1), "b": TenantLimits(tokens=100)}
+    engine = make_engine(None, tiny, tenants=limits)
+    for tenant, allowed in (("a", 1), ("b", 2), ("", 4)):
+        running: list[int] = []
+        watch(engine, lambda logits, seen=running: seen.append(engine.load().running))
+        requests = requests_of((30, 31, 32, 33), max_tokens=15, tenant=tenant)
+        assert all(len(ids(events)) == 15 for events in ask_all(engine, requests))
+        assert max(running) == allowed
+    with pytest.raises(QuotaExceeded, match="101 tokens"):
+        next(engine.generate(Request(tokens=[1], max_tokens=100, tenant="b")))
+
+
+def test_salted_requests_share_nothing(tiny: Path, store: Store, make_engine: Any) -> None:
+    engine = make_engine(store, tiny, block_tokens=64, salt=b"ab")
+    prompt = prompt_tokens(200)
+    for salt in (b"", b"c", b"d"):
+        assert run(engine, prompt, salt=salt).stats.restored_tokens == 0
+        assert run(engine, prompt, salt=salt).stats.skip == "full"
+    other = make_engine(store, tiny, block_tokens=64, salt=b"a")
+    assert run(other, prompt, salt=b"bc").stats.restored_tokens == 0
+    assert len(store.namespaces()) == 5
+
+
+def test_a_ttl_holds_the_state(tiny: Path, store: Store, make_engine: Any) -> None:
+    engine = make_engine(store, tiny, block_tokens=64)
+    prompt = prompt_tokens(200)
+    assert run(engine, prompt, ttl_seconds=1000.0, tenant="t").stats.held
+    assert run(engine, prompt, ttl_seconds=2000.0, tenant="t").stats.held
+    rows = store.sql("SELECT tenant, (expires_at - created_at) / 1000000 FROM sequences").rows
+    assert rows == [("t", 2000)]
+    store.evict(to_bytes=0)
+    # All but the prompt's logits: its last block grew into the answer's.
+    assert run(engine, prompt).stats.restored_tokens == 199
