@@ -217,14 +217,14 @@ def _take_turns(inbox: _Inbox, state: _State, scheduler: Scheduler) -> None:
                     _answer(item, scheduler.worker)
             if not inbox.closed.is_set():
                 went_on = scheduler.turn()
-                state.load = scheduler.load()
+                state.load = scheduler.load
     except BaseException as defect:
         error = defect
         raise
     finally:  # after a defect, too: nobody may wait for ever
         inbox.close()
         scheduler.close(error)
-        state.load = scheduler.load()
+        state.load = scheduler.load
         for item in inbox.take(0):
             if isinstance(item, _Job):
                 item.put(error)

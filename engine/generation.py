@@ -150,11 +150,15 @@ class Generation:
             self._keep_generated(final=True)
             yield from self._hold()
         finally:
-            if self._storage is not None:
-                self._storage.release(self._lease)
+            self.release()
         stats = self._stats()
         self._record(stats)
         yield End(self._finish or "length", self._output.rest(), stats, self._index)
+
+    def release(self) -> None:
+        """Let go of what is held in the store. Idempotent."""
+        if self._storage is not None:
+            self._storage.release(self._lease)
 
     def never(self, reason: FinishReason) -> End:
         """The end of a request that never began."""

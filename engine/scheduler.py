@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from engine.options import EngineOptions, TenantLimits
     from engine.worker import Worker
 
+# Decode steps after which the memory they take is measured again.
+MEASURE_EVERY = 32
 # What MLX raises when it lacks memory or meets what it cannot compute.
 MODEL_FAILURES = (RuntimeError, ValueError, MemoryError)
 
@@ -108,6 +110,8 @@ class Scheduler:
         self._order = Order(options.ageing_seconds, clock)
         self._decoder = Decoder(worker.model)
         self._runs: list[Run] = []  # in order of arrival
+        self._load = Load()
+        self._age = 0  # turns since it was measured
 
     @property
     def idle(self) -> bool:
@@ -138,7 +142,12 @@ class Scheduler:
         if chosen is not None:
             self._order.took(chosen)
             self._advance(chosen)
-        return self._decode() or chosen is not None
+        went_on = self._decode() or chosen is not None
+        self._age += 1
+        known = self._load.running + self._load.paused + self._load.waiting
+        if chosen is not None or len(self._runs) != known or self._age >= MEASURE_EVERY:
+            self._load, self._age = self._measure(), 0
+        return went_on
 
     def close(self, error: BaseException) -> None:
         """Cancel what runs, and give what never began ``error``."""
@@ -147,9 +156,15 @@ class Scheduler:
                 self._cancel(run, "cancelled")
             else:
                 self._fail(run, error)
+        self._load = self._measure()
 
+    @property
     def load(self) -> Load:
-        """What there is to do now, and the memory it takes."""
+        """What there was to do after the last turn, and the memory it took. While nothing comes or
+        goes it is some decode steps old."""
+        return self._load
+
+    def _measure(self) -> Load:
         active = [run for run in self._runs if run.active]
         seats = [run.generation.seat for run in self._runs]
         own, shared = sum(seat.nbytes for seat in seats), self._decoder.nbytes
@@ -364,6 +379,7 @@ class Scheduler:
     def _remove(self, run: Run) -> None:
         if run in self._runs:
             self._runs.remove(run)
+        run.generation.release()  # also if it shared a prompt, and never began
         if not any(other.forward for other in self._runs):
             self._decoder.arrange([])  # nobody is left: give the memory back
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from many import ask_all, ends, flush, forwarded, held, ids, requests_of, watch
 from tiny_model import difference, equal, prompt_tokens, run, write_model
 
 from engine import (
-    End,
-    Engine,
     Event,
     Load,
     Progress,
@@ -33,54 +32,9 @@ SLIDING = {
 }
 
 
-def ask_all(engine: Engine, requests: Sequence[Request]) -> list[list[Event]]:
-    """All events of requests that arrive together."""
-    streams = []
-
-    def arrive(worker: Any) -> None:
-        streams.extend(engine.generate(request) for request in requests)
-
-    engine.call(arrive)  # on the engine's thread, so that all are there before its next step
-    return [list(stream) for stream in streams]
-
-
-def ids(events: Sequence[Event], index: int = 0) -> list[int]:
-    return [e.id for e in events if isinstance(e, Token) and e.index == index]
-
-
 def logprobs(events: Sequence[Event]) -> np.ndarray[Any, np.dtype[np.float32]]:
     tops = [dict(e.top_logprobs) for e in events if isinstance(e, Token)]
     return np.array([[row[i] for i in sorted(row)] for row in tops], np.float32)
-
-
-def ends(events: Sequence[Event]) -> list[End]:
-    return [e for e in events if isinstance(e, End)]
-
-
-def forwarded(worker: Any) -> int:
-    """Tokens that went through the model, counted there."""
-    return int(worker.model.forwarded)
-
-
-def flush(engine: Engine) -> None:
-    engine.call(lambda worker: worker.storage.store.flush(30))
-
-
-def watch(engine: Engine, see: Callable[[Any], None]) -> None:
-    """Have ``see`` called with the raw logits of every token that is chosen."""
-    engine.call(lambda worker: setattr(worker, "observe", see))
-
-
-def refs(store: Store) -> int:
-    """Blocks that requests hold: none, once all have ended."""
-    return int(store.sql("SELECT count(*) FROM sequences").rows[0][0])
-
-
-def requests_of(lengths: Sequence[int], **options: Any) -> list[Request]:
-    return [
-        Request(tokens=prompt_tokens(length, seed=number), ignore_eos=True, **options)
-        for number, length in enumerate(lengths)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +121,7 @@ def test_several_answers_share_one_prefill(tiny: Path, store: Store, make_engine
     for answer in answers:
         assert run(engine, [*prompt, *answer[:39]]).stats.restored_tokens >= 338
     assert store.sql("SELECT count(*) FROM blocks WHERE depth = 0").rows == [(1,)]
-    assert refs(store) == 0
+    assert held(store) == 0
     # From stored logits, and with no second token, it is the same.
     again = list(engine.generate(replace(one, read=True, n=4)))
     assert [ids(again, index) for index in range(4)] == answers
