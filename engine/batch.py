@@ -15,6 +15,8 @@ from engine import batchkinds, mlxlm
 
 # At most this share of a batch's tokens may be padding.
 MAX_WASTE = 0.5
+# Outliers, which no two of a batch are to each other: a quarter of the other's length or less.
+MAX_RATIO = 4
 
 
 class Seat:
@@ -105,16 +107,17 @@ class Batch:
         return sum(batchkinds.padding_bytes(layer, lengths) for layer in self.layers)
 
 
-def partition(lengths: Sequence[int], max_waste: float = MAX_WASTE) -> list[list[int]]:
-    """Indices of ``lengths`` in as few groups as possible, such that at most ``max_waste`` of each
-    is padding when every row is as long as the longest. Lengths count in the steps in which caches
-    grow, so that a few tokens more or less make no difference. Longest first."""
+def partition(lengths: Sequence[int]) -> list[list[int]]:
+    """Indices of ``lengths`` in groups, longest first, such that at most MAX_WASTE of each is
+    padding when every row is as long as the longest, and none in it is an outlier. Lengths count in
+    the steps in which caches grow, so that a few tokens more or less make no difference."""
     steps = [length // mlxlm.GROWTH + 1 for length in lengths]
     groups: list[list[int]] = []
     longest = state = 0
     for index in sorted(range(len(steps)), key=lambda index: -steps[index]):
         size = steps[index]
-        if groups and state + size >= (1 - max_waste) * longest * (len(groups[-1]) + 1):
+        most = longest * (len(groups[-1]) + 1) if groups else 0
+        if groups and size * MAX_RATIO > longest and state + size >= (1 - MAX_WASTE) * most:
             groups[-1].append(index)
             state += size
         else:
@@ -133,10 +136,10 @@ class Decoder:
     def __init__(
         self,
         model: Callable[[mx.array, Sequence[Any]], mx.array],
-        max_waste: float = MAX_WASTE,
+        partition: Callable[[Sequence[int]], list[list[int]]] = partition,
     ) -> None:
         self._model = model
-        self._max_waste = max_waste
+        self._partition = partition
         self._members: frozenset[Seat] = frozenset()
         self.groups: list[list[Seat]] = []
 
@@ -146,7 +149,7 @@ class Decoder:
         members = frozenset(seats)
         if members == self._members:
             return
-        chosen = partition([seat.length for seat in seats], self._max_waste)
+        chosen = self._partition([seat.length for seat in seats])
         self.groups = [[seats[index] for index in group] for group in chosen]
         self._members = members
         batches = [Batch(group) for group in self.groups if not _stands(group)]
