@@ -1,8 +1,7 @@
 """Stores a group of puts: encode, reserve, publish files, then make the blocks visible.
 
-The order is the promise: a ``shards`` row in state *writing* is committed before its file exists,
-and blocks are inserted only after the file is published. A crash in between leaves a row that the
-next opener settles.
+The order is the promise: room is reserved before a file exists (kvdb/reservation.py), and blocks
+are inserted only after the file is published.
 """
 
 from __future__ import annotations
@@ -17,21 +16,19 @@ from kvdb.clock import Environment
 from kvdb.codecs import Codec
 from kvdb.compaction import Compactor
 from kvdb.driver import Connection, Database, sqlite3
-from kvdb.durable import FileSystem, publish
 from kvdb.errors import KvdbError
 from kvdb.history import trim_history
 from kvdb.identity import ROOT_PARENT, Checksum, encode_extra, extra_by_block
-from kvdb.limit import Limit, on_disk
+from kvdb.limit import Limit
 from kvdb.reader import ShardReader
+from kvdb.reservation import Reservation, Reservations
 from kvdb.retention import Retention
 from kvdb.shards import (
     NamespaceRecord,
     ShardBlock,
     ShardPart,
     encode_shard,
-    shard_path,
     split_runs,
-    temp_path,
 )
 from kvdb.spread import Spreader
 from kvdb.writer import Payload, PutJob, Task, Ticket
@@ -60,24 +57,32 @@ class _Staged:
     job: PutJob
     payload: Payload
     block: ShardBlock
-    shard_id: int | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _Shard:
-    """A shard being written."""
+    """A shard to be written."""
 
     namespace_id: int
     record: NamespaceRecord
     staged: list[_Staged]
     buffers: list[memoryview]
     nbytes: int
-    id: int = 0
-    uuid: str = ""
 
     @property
     def part_bytes(self) -> int:
         return sum(part.nbytes for member in self.staged for part in member.block.parts)
+
+    def drop(self, reason: str) -> None:
+        for member in self.staged:
+            member.job.ticket.drop(reason)
+
+
+class _Placed(NamedTuple):
+    """A shard for which room is reserved."""
+
+    place: Reservation
+    shard: _Shard
 
 
 class Committer:
@@ -88,10 +93,9 @@ class Committer:
         database: Database,
         limit: Limit,
         keep: Retention,
-        fs: FileSystem,
         environment: Environment,
         codec: Codec,
-        process_id: int,
+        reservations: Reservations,
         compactor: Compactor,
         reader: ShardReader,
         spreader: Spreader,
@@ -99,31 +103,31 @@ class Committer:
         self._database = database
         self._limit = limit
         self._retention = keep
-        self._fs = fs
         self._environment = environment
         self._codec = codec
-        self._process_id = process_id
+        self._reservations = reservations
         self._compactor = compactor
         self._reader = reader
         self._spreader = spreader
-        self._leftovers: list[_Shard] = []
         self._pinned = False
 
     def commit(self, jobs: Sequence[PutJob], tasks: Sequence[Task]) -> None:
         """Store ``jobs`` and run ``tasks`` in the same transaction. Raises KvdbError or OSError
         when the index cannot be written; files that were begun are then removed."""
-        self._abandon(self._leftovers)
+        self._reservations.retry()
         jobs, tasks = self._unless_pinned(jobs, tasks)
         if not jobs and not tasks:
             return
         shards = list(self._lay_out(self._stage(jobs)))
+        placed: list[_Placed] = []
         try:
-            self._reserve(shards, jobs)
-            published = self._publish([shard for shard in shards if shard.id])
+            for shard in shards:
+                placed += self._reserve(shard, jobs)
+            published = self._publish(placed)
             with self._database.write() as connection:
-                for shard in published:
+                for place, shard in published:
                     connection.execute(
-                        index.PUBLISH_SHARD, (shard.nbytes, shard.part_bytes, shard.id)
+                        index.PUBLISH_SHARD, (shard.nbytes, shard.part_bytes, place.id)
                     )
                 visible = _Visible(connection, self._environment.now_us(), published)
                 visible.insert(jobs)
@@ -133,10 +137,10 @@ class Committer:
                     _run_task(connection, task)
                 if tasks:
                     trim_history(connection, self._limit.history_rows)
-                left = [*visible.emptied, *(shard.id for shard in published)]
+                left = [*visible.emptied, *(place.id for place, _ in published)]
                 dead = index.kill_if_empty(connection, left)
         except BaseException:
-            self._abandon([shard for shard in shards if shard.id])
+            self._reservations.abandon(place for place, _ in placed)
             raise
         for ticket, stored in visible.counted:
             ticket.count(stored=int(stored), present=int(not stored))
@@ -148,7 +152,7 @@ class Committer:
         self, jobs: Sequence[PutJob], tasks: Sequence[Task]
     ) -> tuple[Sequence[PutJob], Sequence[Task]]:
         """While a reader from outside pins the WAL, history pauses first, then puts."""
-        wal, pause = self._limit.wal_bytes(), self._limit.wal_pause_bytes
+        wal, pause = self._database.wal_bytes(), self._limit.wal_pause_bytes
         if wal <= pause or self._database.checkpoint(wait=False):
             self._pinned = False
             return jobs, tasks
@@ -235,15 +239,16 @@ class Committer:
 
     # -- files -------------------------------------------------------------------------------
 
-    def _reserve(self, shards: Sequence[_Shard], jobs: Sequence[PutJob]) -> None:
-        """Commit a ``writing`` row per shard, making room first. What finds none is dropped."""
-        for shard in shards:
-            reason = self._reserve_one(shard, jobs)
-            if reason is not None:
-                for member in shard.staged:
-                    member.job.ticket.drop(reason)
+    def _reserve(self, shard: _Shard, jobs: Sequence[PutJob]) -> list[_Placed]:
+        """Reserve room for a shard, making it first. What finds none is dropped."""
+        found = self._find_room(shard, jobs)
+        if isinstance(found, Reservation):
+            return [_Placed(found, shard)]
+        shard.drop(found)
+        return []
 
-    def _reserve_one(self, shard: _Shard, jobs: Sequence[PutJob]) -> str | None:
+    def _find_room(self, shard: _Shard, jobs: Sequence[PutJob]) -> Reservation | str:
+        """The reservation, or why there is none."""
         if not self._limit.disk_allows(shard.nbytes):
             return "disk_full"
         with self._database.read() as connection:
@@ -258,21 +263,9 @@ class Committer:
                 return "quota"
         while True:
             with self._database.write() as connection:
-                used = self._limit.used(connection) + on_disk(shard.nbytes)
-                excess = used - self._limit.max_bytes
+                excess = self._reservations.excess(connection, shard.nbytes)
                 if excess <= 0:
-                    shard.uuid = self._environment.new_uuid()
-                    (shard.id,) = connection.execute(
-                        index.INSERT_SHARD,
-                        (
-                            shard.uuid,
-                            shard.namespace_id,
-                            self._process_id,
-                            shard.nbytes,
-                            self._environment.now_us(),
-                        ),
-                    ).fetchone()
-                    return None
+                    return self._reservations.reserve(connection, shard.namespace_id, shard.nbytes)
                 protect = _ancestors(connection, jobs)
             if self._give_back_waste(excess):
                 continue
@@ -295,44 +288,24 @@ class Committer:
             log.warning("compaction failed: %s", error)
             return 0
 
-    def _publish(self, shards: Sequence[_Shard]) -> list[_Shard]:
+    def _publish(self, placed: Sequence[_Placed]) -> list[_Placed]:
         """Write the files, several at a time: one is written while another is synced."""
-        published: list[_Shard] = []
-        for shard, error in zip(shards, self._spreader.map(self._write, shards), strict=True):
+        published: list[_Placed] = []
+        for item, error in zip(placed, self._spreader.map(self._write, placed), strict=True):
             if error is None:
-                published.append(shard)
+                published.append(item)
                 continue
             log.warning("shard not written: %s", error.strerror)
-            for member in shard.staged:
-                member.job.ticket.drop(f"io_error: {error.strerror}")
-            self._abandon([shard])
+            item.shard.drop(f"io_error: {error.strerror}")
+            self._reservations.abandon([item.place])
         return published
 
-    def _write(self, shard: _Shard) -> OSError | None:
-        root = self._limit.root
+    def _write(self, item: _Placed) -> OSError | None:
         try:
-            publish(
-                self._fs, temp_path(root, shard.uuid), shard_path(root, shard.uuid), shard.buffers
-            )
+            self._reservations.publish(item.place, item.shard.buffers)
         except OSError as error:
             return error
         return None
-
-    def _abandon(self, shards: Sequence[_Shard]) -> None:
-        """Remove what a failed commit left. What cannot be removed now is tried again with the
-        next commit, and else settled by another process's open."""
-        left: list[_Shard] = []
-        for shard in shards:
-            try:
-                self._fs.unlink(temp_path(self._limit.root, shard.uuid))
-                self._fs.unlink(shard_path(self._limit.root, shard.uuid))
-                with self._database.write() as connection:
-                    connection.execute(index.DELETE_WRITING, (shard.id,))
-            except (OSError, KvdbError) as error:
-                log.warning("leftover of a failed write stays for now: %s", error)
-                left.append(shard)
-        kept = [shard for shard in self._leftovers if shard not in shards]
-        self._leftovers = kept + left
 
 
 def _run_task(connection: Connection, task: Task) -> None:
@@ -382,15 +355,15 @@ def _ancestors(connection: Connection, jobs: Sequence[PutJob]) -> set[int]:
 class _Visible:
     """Inserts blocks and parts of published shards, parents first, in one transaction."""
 
-    def __init__(self, connection: Connection, now: int, shards: Sequence[_Shard]) -> None:
+    def __init__(self, connection: Connection, now: int, placed: Sequence[_Placed]) -> None:
         self._connection = connection
         self._now = now
         self._tick = index.next_tick(connection)
         self.counted: list[tuple[Ticket, bool]] = []
         self.emptied: list[int] = []
         self._placed: dict[tuple[int, int], tuple[int, ShardBlock]] = {
-            (id(member.job), member.payload.index): (shard.id, member.block)
-            for shard in shards
+            (id(member.job), member.payload.index): (place.id, member.block)
+            for place, shard in placed
             for member in shard.staged
         }
 

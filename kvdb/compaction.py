@@ -13,16 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvdb import index
-from kvdb.clock import Environment
 from kvdb.damage import ReportDamage
 from kvdb.driver import Database
-from kvdb.durable import FileSystem, publish
 from kvdb.errors import disk_error
 from kvdb.identity import decode_extra
-from kvdb.limit import Limit, on_disk
+from kvdb.limit import Limit
 from kvdb.reader import Damaged, Location, ShardReader
+from kvdb.reservation import Reservations
 from kvdb.retention import Retention
-from kvdb.shards import ShardBlock, ShardPart, encode_shard, shard_path, temp_path
+from kvdb.shards import ShardBlock, ShardPart, encode_shard
 
 # A shard is mostly dead when less than half of its payload is live.
 MOSTLY_DEAD = (
@@ -95,19 +94,15 @@ class Compactor:
         database: Database,
         limit: Limit,
         reader: ShardReader,
-        fs: FileSystem,
-        environment: Environment,
+        reservations: Reservations,
         keep: Retention,
-        process_id: int,
         report_damage: ReportDamage,
     ) -> None:
         self._database = database
         self._limit = limit
         self._reader = reader
-        self._fs = fs
-        self._environment = environment
+        self._reservations = reservations
         self._retention = keep
-        self._process_id = process_id
         self._report_damage = report_damage
 
     def waste(self) -> int:
@@ -182,33 +177,28 @@ class Compactor:
             return True  # all of it was damaged or evicted meanwhile
         blocks = list(moved.values())
         buffers, placed, nbytes = encode_shard(record, [item.block() for item in blocks])
-        uuid = self._environment.new_uuid()
+        self._reservations.retry()
         with self._database.write() as connection:
-            if self._limit.used(connection) + on_disk(nbytes) > self._limit.max_bytes:
+            if self._reservations.excess(connection, nbytes) > 0:
                 return False
-            (shard_id,) = connection.execute(
-                index.INSERT_SHARD,
-                (uuid, namespace_id, self._process_id, nbytes, self._environment.now_us()),
-            ).fetchone()
-        root = self._limit.root
+            place = self._reservations.reserve(connection, namespace_id, nbytes)
         try:
-            publish(self._fs, temp_path(root, uuid), shard_path(root, uuid), buffers)
+            self._reservations.publish(place, buffers)
         except OSError as error:
-            with self._database.write() as connection:
-                connection.execute(index.DELETE_WRITING, (shard_id,))
-            raise disk_error(root, error) from error
+            self._reservations.abandon([place])
+            raise disk_error(self._limit.root, error) from error
         part_bytes = sum(part.nbytes for block in placed for part in block.parts)
         with self._database.write(durable=True) as connection:
-            connection.execute(index.PUBLISH_SHARD, (nbytes, part_bytes, shard_id))
+            connection.execute(index.PUBLISH_SHARD, (nbytes, part_bytes, place.id))
             for (block_id, item), block in zip(moved.items(), placed, strict=True):
                 connection.executemany(
                     MOVE_PART,
                     [
-                        (shard_id, part.offset, block_id, part.part, old, offset)
+                        (place.id, part.offset, block_id, part.part, old, offset)
                         for part, (old, offset) in zip(block.parts, item.origins, strict=True)
                     ],
                 )
-            dead = index.kill_if_empty(connection, [*sources, shard_id])
+            dead = index.kill_if_empty(connection, [*sources, place.id])
         report.shards_read += len(sources)
         report.shards_written += 1
         report.freed_bytes += self._retention.remove_dead(dead) - nbytes

@@ -397,7 +397,7 @@ class Database:
     def _restart_wal(self, connection: Connection) -> None:
         """Cut a WAL that grew: with many readers some always looks at it, and an automatic
         checkpoint, which waits for none, would never let it start anew."""
-        size = self._wal_bytes()
+        size = self.wal_bytes()
         if size < max(WAL_RESTART_BYTES, self._retry_wal_at):
             return
         connection.execute(f"PRAGMA busy_timeout = {WAL_WAIT_MS}")
@@ -408,7 +408,8 @@ class Database:
         # A reader that stays is not waited for again until there is reason to.
         self._retry_wal_at = size + WAL_RESTART_BYTES // 2 if busy else 0
 
-    def _wal_bytes(self) -> int:
+    def wal_bytes(self) -> int:
+        """Size of the WAL's file."""
         try:
             return self.path.with_name(self.path.name + "-wal").stat().st_size
         except OSError:

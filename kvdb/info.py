@@ -94,7 +94,7 @@ def collect_info(store: Store) -> StoreInfo:
             requests=number("SELECT count(*) FROM requests"),
             evictions=number("SELECT count(*) FROM evictions"),
             processes=number("SELECT count(*) FROM processes"),
-            wal_bytes=store.limit.wal_bytes(),
+            wal_bytes=store.database.wal_bytes(),
             wal_pause_bytes=store.limit.wal_pause_bytes,
             durability=store.durability,
             sqlite_version=SQLITE_VERSION,

@@ -7,7 +7,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvdb.driver import INDEX_NAME, Connection
+from kvdb.driver import Connection
 from kvdb.errors import StoreUnavailable, UsageError
 from kvdb.shards import MAX_SHARD_BYTES
 
@@ -87,13 +87,6 @@ class Limit:
                 else:
                     beside += size
         return int(shards) + beside + max(wal, WAL_RESERVE_BYTES) + FOLDERS_RESERVE_BYTES
-
-    def wal_bytes(self) -> int:
-        """Size of the index's WAL."""
-        try:
-            return (self.root / f"{INDEX_NAME}-wal").stat().st_size
-        except OSError:
-            return 0
 
     @property
     def wal_pause_bytes(self) -> int:

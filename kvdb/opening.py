@@ -32,6 +32,7 @@ from kvdb.errors import (
 from kvdb.limit import MIN_MAX_BYTES, Limit, default_max_bytes, default_min_free_bytes, volume_bytes
 from kvdb.locks import FileLock, WriterLock
 from kvdb.reader import ShardReader
+from kvdb.reservation import Reservations
 from kvdb.retention import Retention
 from kvdb.spread import Spreader
 from kvdb.store import Store
@@ -145,12 +146,11 @@ def _open_writable(
             process_lock.release()
         raise
     damage = DamageDesk(database, environment, retention)
-    compactor = Compactor(
-        database, limit, reader, fs, environment, retention, process_id, damage.report
-    )
+    reservations = Reservations(database, limit, fs, environment, process_id)
+    compactor = Compactor(database, limit, reader, reservations, retention, damage.report)
     spreader = Spreader()
     committer = Committer(
-        database, limit, retention, fs, environment, codec, process_id, compactor, reader, spreader
+        database, limit, retention, environment, codec, reservations, compactor, reader, spreader
     )
     writer = Writer(
         committer.commit,

@@ -30,6 +30,7 @@ VERBS: Mapping[str, str] = {
     "models": "List models, or pull a small one.",
     "pin": "Keep a block and all before it from eviction.",
     "query": "Ask the store in SQL.",
+    "quota": "Bound what a tenant or a namespace may have stored.",
     "rebuild": "Make the index anew from the shards.",
     "sequences": "List, show, fork and drop named sequences.",
     "simulate": "Replay a trace: what would hit at which size and policy.",

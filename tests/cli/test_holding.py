@@ -76,3 +76,31 @@ def test_compact_joins_small_shards(run: Run, path: Path) -> None:
     report = json.loads(run("compact", "--json").stdout)
     assert (report["shards_read"], report["shards_written"]) == (9, 1)
     assert len(shard_files(path)) == 1
+
+
+def test_a_quota_is_set_kept_to_and_lifted(run: Run, filled: Path) -> None:
+    """Kind: foreign blocks outside the quota (omlx#2115)."""
+    (namespace,) = json.loads(run("ls", "namespaces").stdout)
+    assert json.loads(run("quota").stdout) == []
+    done = run("quota", "--namespace", str(namespace["id"]), "--set", str(namespace["live_bytes"]))
+    assert done.returncode == 0
+    assert run("quota", "--tenant", "team \N{ROCKET}", "--set", "10MB").returncode == 0
+    rows = {row["kind"]: row for row in json.loads(run("quota").stdout)}
+    assert rows["namespace"]["live_bytes"] == rows["namespace"]["quota_bytes"]
+    assert (rows["tenant"]["name"], rows["tenant"]["quota_bytes"]) == ("team \N{ROCKET}", 10**7)
+    with kvdb.open(filled) as store:
+        put_all(store, open_namespace(store), random_tokens(9, BLOCK))
+    (namespace,) = json.loads(run("ls", "namespaces").stdout)
+    assert namespace["live_bytes"] <= rows["namespace"]["quota_bytes"]
+    (reason,) = json.loads(run("query", "SELECT DISTINCT reason FROM evictions").stdout)
+    assert reason == {"reason": "quota"}
+    assert run("quota", "--namespace", str(namespace["id"]), "--lift").returncode == 0
+    assert [row["kind"] for row in json.loads(run("quota").stdout)] == ["tenant"]
+    for arguments, code in (
+        (("--set", "1GB"), 2),
+        (("--tenant", "a", "--namespace", "1", "--lift"), 2),
+        (("--tenant", "a"), 2),
+        (("--tenant", "a", "--set", "-1"), 2),
+        (("--namespace", "999", "--lift"), 10),
+    ):
+        assert run("quota", *arguments).returncode == code
