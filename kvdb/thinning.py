@@ -19,7 +19,7 @@ from kvdb.layout import Layout
 
 # Cells for each doubling of the distance: a restore that ends elsewhere loses at most this share
 # of what lies behind it.
-STATE_CELLS = 2
+STATE_CELLS = 4
 WINDOW_CELLS = 16
 # Long chains are looked at when they have grown by so many blocks, or end in a tail.
 EVERY_BLOCKS = 8
