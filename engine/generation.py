@@ -7,20 +7,22 @@ must not wait for, it asks of the scheduler (engine/turns.py).
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
-from engine import cachekinds, mlxlm
+from engine import mlxlm
 from engine.batch import Seat
+from engine.boundaries import NO_BOUNDARIES, boundaries
 from engine.events import End, Event, FinishReason, Progress, Request, Skip, Stats, Token
-from engine.plan import Compute, Plan, Refill, Restore, plan
+from engine.live import LiveState
+from engine.plan import Compute, Jump, Plan, Refill, plan
 from engine.prefill import Prefill
+from engine.recorder import Recorder
 from engine.restore import Buffers, capacity_for, logits_array, logits_bytes
 from engine.sampling import Choice, Chooser, top_logprobs
-from engine.storage import Recorder
 from engine.text import Output, encode
 from engine.turns import Cancelled, Forward, PromptEnd, StateLost, Turn, Wait
 from kvdb.history import RequestRecord
@@ -29,9 +31,9 @@ from kvdb.identity import Tokens, as_tokens, chain_hashes
 if TYPE_CHECKING:
     from engine.storage import Storage
     from engine.worker import Worker
+    from kvdb.match import Match
     from kvdb.sequences import Lease
 
-Bytes = cachekinds.Bytes
 # mlx-lm gives freed buffers back this often while decoding.
 CLEAR_EVERY = 256
 
@@ -65,11 +67,15 @@ class Generation:
             self._storage = worker.storage_for(request.salt)
         self._lease: Lease | None = None
         self._recorder: Recorder | None = None
-        self._seat = Seat([], 0)
+        self._live: LiveState | None = None
         self._shared: mx.array | None = None  # logits of a prompt that another request computed
         self._exact = request.reuse == "exact"
         self._alone = "exact mode" if self._exact else worker.alone
+        self._buffers: Buffers | None = None
+        self._boundaries = NO_BOUNDARIES
         self._generated: list[int] = []
+        self._last_start = 0  # where the forward began that gave the prompt's logits
+        self._at = 0  # where prefilling has come to
         self._fed = 0  # generated tokens whose state is, or is about to be, in the caches
         self._kept = len(self._prompt)  # tokens whose blocks were handed to the store
         self._finish: FinishReason | None = None
@@ -108,7 +114,8 @@ class Generation:
 
     @property
     def seat(self) -> Seat:
-        return self._seat
+        """Where its state is; before it begins, there is none."""
+        return Seat([], 0) if self._live is None else self._live.seat
 
     @property
     def stores(self) -> bool:
@@ -126,18 +133,20 @@ class Generation:
     @property
     def shareable(self) -> bool:
         """Whether the state of the whole prompt is here, and nothing behind it."""
-        return self._seat.length == len(self._prompt)
+        return self.seat.length == len(self._prompt)
 
     def share(self, other: Generation, logits: mx.array) -> None:
         """Let another answer to the same prompt go on from here. Memory is shared until one of
         the two appends, stored blocks for ever."""
-        other._seat = self._seat.forked()
         other._shared = logits
         other._restored, other._skip = len(self._prompt), "full"
+        if self._live is not None:
+            other._live = self._live.forked()
         if other._storage is not None and self._lease is not None:
             other._lease = other._storage.fork(self._lease, other._request.tenant)
-        blocks = -(-len(self._prompt) // self._worker.block_tokens)
-        other._record_blocks(range(blocks))
+        if self._recorder is not None and other._live is not None:
+            running = None if other._lease is None else other._lease.sequence
+            other._recorder = self._recorder.forked(other._live, running)
 
     def events(self) -> Generator[Event | Turn, mx.array, None]:
         """Run to the end. The lease is released whatever happens."""
@@ -147,6 +156,7 @@ class Generation:
                 yield from self._answer()
             except Cancelled as cancelled:
                 self._finish = cancelled.reason
+                self._keep_cut_short()
             self._keep_generated(final=True)
             yield from self._hold()
         finally:
@@ -171,8 +181,8 @@ class Generation:
         else:
             choice = self._choose(self._shared)
             yield self._emit(choice)
-        if self._finish is None:
-            yield from self._decode(choice)
+        if self._finish is None and self._live is not None:
+            yield from self._decode(choice, self._live)
 
     def _begin(self) -> Generator[Event | Turn, mx.array, Choice]:
         """The state of the whole prompt, and the first token."""
@@ -189,20 +199,23 @@ class Generation:
                 yield self._emit(choice)
         if choice is not None and logits is not None and self._ends_here():
             self._settle(steps)
-        else:
-            steps = self._restore(steps)
-            yield Progress(steps.restored, len(self._prompt))
-            computed = yield from self._compute(steps)
-            raw = None if computed is None else logits_bytes(computed)
-            logits = logits if computed is None else computed
-            if logits is None:
-                raise RuntimeError("a plan gave no logits")
-            if choice is None:
-                choice = self._choose(logits)
-                yield self._emit(choice)
-            if self._recorder is not None and raw is not None:
-                self._keep_prompt_end(self._recorder, steps, raw)
-            self._seat.length = len(self._prompt)
+            yield PromptEnd(logits)
+            return choice
+        steps, live = self._restore(steps)
+        yield Progress(steps.restored, len(self._prompt))
+        computed = yield from self._compute(steps, live)
+        raw = None if computed is None else logits_bytes(computed)
+        logits = logits if computed is None else computed
+        if logits is None:
+            raise RuntimeError("a plan gave no logits")
+        if choice is None:
+            choice = self._choose(logits)
+            yield self._emit(choice)
+        if self._recorder is not None and raw is not None:
+            # What the last forward computed, and the logits after it.
+            end = len(self._prompt)
+            self._recorder.feed(self._prompt, self._last_start, end, tail=True, logits=raw)
+        live.seat.length = len(self._prompt)
         yield PromptEnd(logits)
         return choice
 
@@ -226,7 +239,8 @@ class Generation:
 
     def _plan(self, **without: Any) -> Plan:
         found = None if self._lease is None else self._lease.match
-        return plan(found, len(self._prompt), self._request.reuse, **without)
+        needs = self._worker.needs
+        return plan(found, len(self._prompt), self._request.reuse, needs, **without)
 
     def _stored_logits(self) -> mx.array | None:
         layout = self._worker.layout
@@ -246,73 +260,92 @@ class Generation:
                 used.append(match.shared.block.id)
             self._touched = tuple(used)
 
-    def _restore(self, steps: Plan) -> Plan:
+    def _restore(self, steps: Plan) -> tuple[Plan, LiveState]:
         """Read what the plan restores; what cannot be read makes another plan, the request goes
         on."""
         began = time.perf_counter()
-        worker, layout = self._worker, self._worker.layout
+        worker, layout, exact = self._worker, self._worker.layout, self._request.reuse == "exact"
         if layout is None:
-            self._seat.sit(worker.new_caches(), 0)
+            self._live = LiveState(None, worker.new_caches())
             self._settle(steps)
-            return steps
-        buffers = Buffers(layout, capacity_for(len(self._prompt), self._room))
-        first = steps.steps[0]
-        if isinstance(first, Restore) and self._storage is not None and self._lease is not None:
-            match = self._lease.match
-            read = self._storage.read(match, buffers.into, first.blocks, first.shared)
-            self._read_nbytes = read.nbytes
-            if read.bad or (first.shared and not read.shared_ok):
-                self._damaged = True
-                # Stored logits that could not be read before cannot be now.
-                steps = self._plan(
-                    bad=read.bad, shared_ok=read.shared_ok, logits_ok=bool(self._generated)
-                )
-        self._seat.sit(buffers.caches(worker.new_caches(), steps.start), 0)
+            return steps, self._live
+        self._buffers = Buffers(layout, capacity_for(len(self._prompt), self._room))
+        if self._storage is not None and self._lease is not None:
+            steps = self._read(steps, self._buffers, self._storage, self._lease.match)
+        self._live = self._buffers.live(worker.new_caches())
         self._settle(steps)
+        self._boundaries = boundaries(
+            layout, worker.block_tokens, len(self._prompt), self._request.boundaries, exact=exact
+        )
         self._restore_ms = _since(began)
-        self._record_blocks(steps.reads)
-        return steps
-
-    def _record_blocks(self, known: Collection[int]) -> None:
-        """Store what is computed from now on; ``known`` blocks are stored already."""
-        layout = self._worker.layout
-        if layout is not None and self._storage is not None and self._request.store:
+        if self._storage is not None and self._request.store:
+            known = {self._lease.match.blocks[i].end for i in steps.reads} if self._lease else set()
             self._recorder = Recorder(
                 self._storage,
-                lambda start, end: cachekinds.cut(self._seat.caches, layout, start, end),
-                known=known,
-                exact=self._exact,
+                self._live,
+                self._boundaries,
+                known,
+                exact=exact,
                 running=None if self._lease is None else self._lease.sequence,
             )
+        return steps, self._live
+
+    def _read(self, steps: Plan, buffers: Buffers, storage: Storage, match: Match) -> Plan:
+        """Read until a plan has all that it needs: each failure makes one that needs less."""
+        lost: frozenset[tuple[int, str]] = frozenset()
+        shared_ok = True
+        while wants := buffers.wants(steps, match):
+            read = storage.read(match, wants)
+            self._read_nbytes += read.nbytes
+            if not read.lost and read.shared_ok:
+                break
+            buffers.read([index for index in steps.reads if index not in dict(read.lost)])
+            self._damaged = True
+            lost, shared_ok = lost | read.lost, shared_ok and read.shared_ok
+            # Stored logits that could not be read before cannot be now.
+            steps = self._plan(lost=lost, shared_ok=shared_ok, logits_ok=bool(self._generated))
+        return steps
 
     # -- computing the prompt ----------------------------------------------------------------
 
-    def _compute(self, steps: Plan) -> Generator[Event, None, mx.array | None]:
+    def _compute(self, steps: Plan, live: LiveState) -> Generator[Event, None, mx.array | None]:
         """Refill and compute; returns the raw logits of the last token if it was computed."""
         began = time.perf_counter()
-        worker, exact, caches = self._worker, self._exact, self._seat.caches
+        worker, exact = self._worker, self._exact
         prefill = Prefill(
             self._model,
-            caches,
+            live,
             self._prompt,
             # In max mode the memory guard may change it between two steps.
             lambda: worker.block_tokens if exact else worker.step,
             exact,
+            self._boundaries,
         )
         logits = None
         try:
             for part in steps.steps:
-                if isinstance(part, Refill):
+                if isinstance(part, Jump):
+                    self._jump(part, live)
+                elif isinstance(part, Refill):
+                    live.seek(part.start)
                     yield from self._run(prefill, part.start, part.end, refill=True)
                 elif isinstance(part, Compute):
-                    middle = prefill.last_step_start(part.start, part.end)
-                    yield from self._run(prefill, part.start, middle, refill=False)
-                    logits = prefill.last(middle, part.end)
-                    self._computed += part.end - middle
+                    live.seek(part.start)
+                    self._last_start = prefill.last_start(part.start, part.end)
+                    yield from self._run(prefill, part.start, self._last_start, refill=False)
+                    logits = prefill.last(self._last_start, part.end)
+                    self._computed += part.end - self._last_start
         finally:
             self._prefill_ms = _since(began)
-        mlxlm.set_offset(caches, len(self._prompt))
+        live.seek(len(self._prompt))
         return logits
+
+    def _jump(self, jump: Jump, live: LiveState) -> None:
+        if self._buffers is None:
+            return
+        pieces = self._buffers.jump(jump, live, self._worker.block_tokens)
+        if self._recorder is not None:
+            self._recorder.resume(jump.end, pieces)
 
     def _run(self, prefill: Prefill, start: int, end: int, *, refill: bool) -> Iterator[Event]:
         at = start
@@ -322,16 +355,14 @@ class Generation:
             else:
                 self._computed += done - at
             if self._recorder is not None:
-                self._recorder.put_range(self._prompt, at, done)
-            at = done
+                self._recorder.feed(self._prompt, at, done)
+            at = self._at = done
             yield Progress(self.done, len(self._prompt))
 
-    def _keep_prompt_end(self, recorder: Recorder, steps: Plan, logits: Bytes) -> None:
-        """Store what the last step computed, and the logits after it."""
-        size = self._worker.block_tokens
-        last = (len(self._prompt) - 1) // size
-        recorder.put_range(self._prompt, min(steps.start, last * size), last * size)
-        recorder.put_prompt_end(self._prompt, logits)
+    def _keep_cut_short(self) -> None:
+        """A prompt that was cancelled leaves its state where it got to."""
+        if self._recorder is not None and self._at and not self._generated:
+            self._recorder.keep_state(self._prompt, self._at)
 
     # -- generating --------------------------------------------------------------------------
 
@@ -351,14 +382,14 @@ class Generation:
         logprob, best = top_logprobs(choice, self._request.logprobs)
         return Token(token, text, logprob, best, self._index)
 
-    def _decode(self, first: Choice) -> Generator[Event | Turn, mx.array, None]:
+    def _decode(self, first: Choice, live: LiveState) -> Generator[Event | Turn, mx.array, None]:
         """Generate after the first token. The next forward is under way while a token is handed
         out, so the last token's state is usually there too."""
-        pending = yield from self._forward(first)
+        pending = yield from self._forward(first, live)
         while self._finish is None:
             following = None
             if len(self._generated) + 1 < self._room:
-                following = yield from self._forward(pending)
+                following = yield from self._forward(pending, live)
             yield self._emit(pending)
             self._keep_generated(final=False)
             if len(self._generated) % CLEAR_EVERY == 0:
@@ -367,30 +398,29 @@ class Generation:
                 break
             pending = following
 
-    def _forward(self, choice: Choice) -> Generator[Turn, mx.array, Choice]:
+    def _forward(self, choice: Choice, live: LiveState) -> Generator[Turn, mx.array, Choice]:
         """Have a chosen token put through the model and choose the next; nothing waits here."""
-        alone = self._alone is not None
         try:
-            logits = yield Forward(choice.token, self._seat, alone)
+            logits = yield Forward(choice.token, live.seat, self._alone is not None)
         except StateLost:
-            choice = yield from self._recompute(choice)
-            logits = yield Forward(choice.token, self._seat, True)
+            choice = yield from self._recompute(choice, live)
+            logits = yield Forward(choice.token, live.seat, True)
         self._fed += 1
-        self._shared_steps += self._seat.batch is not None
+        self._shared_steps += live.seat.batch is not None
         return self._choose(logits, choice.token)
 
-    def _recompute(self, choice: Choice) -> Generator[Turn, mx.array, Choice]:
+    def _recompute(self, choice: Choice, live: LiveState) -> Generator[Turn, mx.array, Choice]:
         """Compute the state anew, up to the token that is to be put through the model."""
         self._alone = "a forward with others failed"
-        caches = self._worker.new_caches()
+        live.seat.sit(self._worker.new_caches(), 0)
         tokens = np.concatenate([self._prompt, as_tokens(self._generated)])
         end = len(self._prompt) + self._fed
-        prefill = Prefill(self._model, caches, tokens, lambda: self._worker.step, False)
-        middle = prefill.last_step_start(0, end)
-        for _ in prefill.run(0, middle):
+        prefill = Prefill(self._model, live, tokens, lambda: self._worker.step, False)
+        last = prefill.last_start(0, end)
+        for _ in prefill.run(0, last):
             yield Wait(lambda: True)
-        logits = prefill.last(middle, end)
-        self._seat.sit(caches, end)
+        logits = prefill.last(last, end)
+        live.seat.length = end
         if self._fed < len(self._generated):
             return Choice(mx.array(self._generated[self._fed : self._fed + 1]), choice.logprobs)
         self._chooser.rewind(tokens, self._fed)
@@ -402,13 +432,11 @@ class Generation:
             return
         # A forward under way holds the state of its own input, which is known by now or dropped.
         total = len(self._prompt) + min(self._fed, len(self._generated))
-        size = self._worker.block_tokens
-        if not final:
-            total -= total % size
-        if total <= self._kept:
+        whole = total % self._worker.block_tokens == 0
+        if not (final or whole or total - self._kept >= self._recorder.patience):
             return
         tokens = np.concatenate([self._prompt, as_tokens(self._generated)])[:total]
-        self._recorder.put_generated(tokens, self._kept)
+        self._recorder.feed(tokens, self._kept, total, tail=final, decoded=True)
         self._kept = total
 
     def _hold(self) -> Generator[Turn, mx.array, None]:

@@ -1,4 +1,4 @@
-"""Reads the token-cut parts of a match into final buffers, block by block."""
+"""Reads the parts of a match into final buffers, block by block."""
 
 from __future__ import annotations
 
@@ -15,12 +15,26 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Want:
+    """One part of some matched ``blocks`` (their indices), and where it goes: token ``start`` of
+    the prompt is the first of ``buffers``, arrays ``[layer][tensor]``. ``shared_tokens`` of the
+    shared tail come too. A part without a token axis is that of a single block."""
+
+    part: str
+    buffers: PartBuffers
+    blocks: tuple[int, ...]
+    start: int = 0
+    shared_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ReadResult:
-    """``bad`` are indices of blocks that could not be read: holes from now on, and their buffers
-    hold anything. ``shared_ok`` is False when the shared tail could not be read. ``nbytes`` were
-    read."""
+    """``bad`` are indices of blocks that could not be read: their buffers hold anything. ``lost``
+    names the parts of them that are gone now. ``shared_ok`` is False when the shared tail could
+    not be read. ``nbytes`` were read."""
 
     bad: tuple[int, ...]
+    lost: frozenset[tuple[int, str]]
     shared_ok: bool
     nbytes: int
 
@@ -36,77 +50,88 @@ def read_match(
     specs = [match.namespace.layout.by_name.get(name) for name in into]
     if any(spec is None or not spec.cuttable for spec in specs):
         raise UsageError(f"Only parts that are cut along tokens can be read into: {list(into)}.")
-    if blocks is not None and any(not 0 <= i < len(match.blocks) for i in blocks):
-        raise UsageError(f"The match has {len(match.blocks)} blocks; there are no others to read.")
+    _check_indices(match, () if blocks is None else blocks)
     chosen = [match.blocks[i] for i in (range(len(match.blocks)) if blocks is None else blocks)]
+    live = tuple(block.index for block in chosen if block.live)
+    tail = match.shared.token_count if shared and match.shared is not None else 0
+    wants = [Want(name, buffers, live, 0, tail) for name, buffers in into.items()]
+    result = read_wants(store, match, wants)
+    dead = () if blocks is None else tuple(b.index for b in chosen if not b.live)
+    bad = tuple(sorted({*result.bad, *dead}))
+    return ReadResult(bad, result.lost, result.shared_ok, result.nbytes)
+
+
+def read_wants(store: Store, match: Match, wants: Sequence[Want]) -> ReadResult:
+    """See :meth:`kvdb.store.Store.read_parts`."""
+    for want in wants:
+        if want.part not in match.namespace.layout.by_name:
+            raise UsageError(f"The layout has no part {want.part!r}.")
+        _check_indices(match, want.blocks)
     store.reader.sweep()
-    wanted = [block.id for block in chosen if block.live]
-    tail = match.shared if shared else None
-    end = max((block.end for block in chosen), default=0)
-    if tail is not None:
-        wanted.append(tail.block.id)
-        end = max(end, tail.block.start + tail.token_count)
-    run = _Read(
-        store,
-        {spec.name: PartTarget(spec, into[spec.name], end) for spec in specs if spec is not None},
-        store.locate(wanted),
-    )
-    work = [(block, block.token_count) for block in chosen if block.live]
-    if tail is not None:
-        work.append((tail.block, tail.token_count))
+    work = [item for want in wants for item in _items(match, want)]
+    places = store.locate(sorted({item.block.id for item in work}))
     # Reading and verifying leave the interpreter's lock, so blocks overlap on several cores.
-    nbytes = list(store.spread(lambda item: run.block(*item), work))
-    shared_ok = tail is None or nbytes[-1] is not None
-    failed = {block.index for (block, _), read in zip(work, nbytes, strict=True) if read is None}
-    if tail is not None:
-        failed.discard(tail.block.index)
-    bad = [
-        block.index
-        for block in chosen
-        if block.index in failed or (blocks is not None and not block.live)
+    nbytes = list(store.spread(lambda item: _read(store, places, item), work))
+    failed = [item for item, read in zip(work, nbytes, strict=True) if read is None]
+    lost = frozenset((item.block.index, item.part) for item in failed if not item.shared)
+    return ReadResult(
+        tuple(sorted({index for index, _ in lost})),
+        lost,
+        not any(item.shared for item in failed),
+        sum(read or 0 for read in nbytes),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """The first ``tokens`` tokens of a block's part, to land at token ``position`` of a target."""
+
+    part: str
+    target: PartTarget
+    block: MatchedBlock
+    position: int
+    tokens: int
+    shared: bool
+
+
+def _check_indices(match: Match, blocks: Sequence[int]) -> None:
+    if any(not 0 <= index < len(match.blocks) for index in blocks):
+        raise UsageError(f"The match has {len(match.blocks)} blocks; there are no others to read.")
+
+
+def _items(match: Match, want: Want) -> list[_Item]:
+    chosen = [(match.blocks[i], match.blocks[i].token_count, False) for i in want.blocks]
+    if want.shared_tokens:
+        if match.shared is None:
+            raise UsageError("The match has no shared tail to read.")
+        chosen.append((match.shared.block, want.shared_tokens, True))
+    if any(block.start < want.start for block, *_ in chosen):
+        raise UsageError(f"Blocks of part {want.part!r} begin before the buffers do.")
+    end = max((block.start + tokens for block, tokens, _ in chosen), default=want.start)
+    spec = match.namespace.layout.by_name[want.part]
+    target = PartTarget(spec, want.buffers, end - want.start)
+    return [
+        _Item(want.part, target, block, block.start - want.start, tokens, shared)
+        for block, tokens, shared in chosen
     ]
-    return ReadResult(tuple(bad), shared_ok, sum(read or 0 for read in nbytes))
 
 
-class _Read:
-    """One pass over blocks into fixed targets. Blocks may be read from several threads."""
-
-    def __init__(
-        self,
-        store: Store,
-        targets: Mapping[str, PartTarget],
-        places: Mapping[tuple[int, str], Location],
-    ) -> None:
-        self._store = store
-        self._targets = targets
-        self._places = places
-
-    def block(self, block: MatchedBlock, tokens: int) -> int | None:
-        """Read a block's first ``tokens`` tokens: the stored bytes that took, or None when a part
-        of it is gone or damaged."""
-        nbytes = 0
-        for name, target in self._targets.items():
-            read = self._part(self._place(block, name), target, block, tokens)
-            if read is None:
-                return None
-            nbytes += read
-        return nbytes
-
-    def _place(self, block: MatchedBlock, name: str) -> Location | None:
-        place = self._places.get((block.id, name))
-        return place if place is not None and place.hash == block.hash else None
-
-    def _part(
-        self, place: Location | None, target: PartTarget, block: MatchedBlock, tokens: int
-    ) -> int | None:
-        # A part that moved meanwhile (compaction) is looked up once more.
-        for _ in range(2):
-            if place is None:
-                return None
-            try:
-                self._store.reader.read_into(place, target, block.start, tokens, block.token_count)
-            except Damaged as damage:
-                place = self._store.report_damage(place, damage)
-            else:
-                return place.nbytes
+def _read(store: Store, places: Mapping[tuple[int, str], Location], item: _Item) -> int | None:
+    """The stored bytes that reading took, or None when the part is gone or damaged."""
+    block = item.block
+    place = places.get((block.id, item.part))
+    if place is not None and place.hash != block.hash:
         return None
+    # A part that moved meanwhile (compaction) is looked up once more.
+    for _ in range(2):
+        if place is None:
+            return None
+        try:
+            store.reader.read_into(
+                place, item.target, item.position, item.tokens, block.token_count
+            )
+        except Damaged as damage:
+            place = store.report_damage(place, damage)
+        else:
+            return place.nbytes
+    return None

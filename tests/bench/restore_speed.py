@@ -56,7 +56,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     preload()
-    import mlx.core as mx
     from mlx_lm.models.cache import KVCache
 
     from engine.restore import Buffers, capacity_for
@@ -81,8 +80,9 @@ def main() -> None:
             buffers = Buffers(layout, capacity_for(len(tokens), 256))
             result = store.read(match, buffers.into)
             assert not result.bad
-            caches = buffers.caches([KVCache() for _ in range(LAYERS)], len(tokens))
-            mx.eval([cache.state for cache in caches])
+            live = buffers.live([KVCache() for _ in range(LAYERS)])
+            live.seek(len(tokens))
+            live.evaluate()
 
         for _ in range(options.rounds):
             with kvdb.open(path) as store:
