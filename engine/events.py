@@ -55,7 +55,9 @@ class Request:
     that end it besides the model's own, which ``ignore_eos`` switches off. ``logprobs`` is how
     many most likely tokens to report beside the chosen one, None for none of it. ``reuse`` is
     ``max`` (state equal up to rounding) or ``exact`` (the bits of a cold exact run); ``read`` and
-    ``store`` say whether stored state is used, and whether new state is kept.
+    ``store`` say whether stored state is used, and whether new state is kept. ``boundaries`` are
+    numbers of tokens after which another request may go on differently, as after the last message
+    before the answer: recurrent layers keep a state there.
     """
 
     text: str | None = None
@@ -72,6 +74,7 @@ class Request:
     reuse: Reuse = "max"
     read: bool = True
     store: bool = True
+    boundaries: tuple[int, ...] = ()
     tenant: str = ""
     client: str = ""
 

@@ -9,22 +9,25 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from engine import cachekinds, mlxlm
+from engine import mlxlm
+from engine.boundaries import NO_BOUNDARIES, boundaries
 from engine.events import End, Event, FinishReason, Progress, Request, Skip, Stats, Token
-from engine.plan import Compute, Plan, Refill, Restore, plan
+from engine.live import LiveState
+from engine.plan import Compute, Jump, Plan, Refill, plan
 from engine.prefill import Cancelled, Prefill
+from engine.recorder import Recorder
 from engine.restore import Buffers, capacity_for, logits_array, logits_bytes
 from engine.sampling import Choice, Chooser, top_logprobs
-from engine.storage import Recorder
 from engine.text import Output, encode
 from kvdb.history import RequestRecord
 from kvdb.identity import as_tokens, chain_hashes
 
 if TYPE_CHECKING:
+    from engine.storage import Storage
     from engine.worker import Worker
+    from kvdb.match import Match
     from kvdb.sequences import Lease
 
-Bytes = cachekinds.Bytes
 # mlx-lm gives freed buffers back this often while decoding.
 CLEAR_EVERY = 256
 
@@ -48,8 +51,12 @@ class Generation:
         self._storage = worker.storage if request.read or request.store else None
         self._lease: Lease | None = None
         self._recorder: Recorder | None = None
-        self._caches: list[Any] = []
+        self._live: LiveState | None = None
+        self._buffers: Buffers | None = None
+        self._boundaries = NO_BOUNDARIES
         self._generated: list[int] = []
+        self._last_start = 0  # where the forward began that gave the prompt's logits
+        self._at = 0  # where prefilling has come to
         self._fed = 0  # generated tokens whose state is, or is about to be, in the caches
         self._kept = len(self._prompt)  # tokens whose blocks were handed to the store
         self._finish: FinishReason | None = None
@@ -70,6 +77,7 @@ class Generation:
                 yield from self._answer()
             except Cancelled:
                 self._finish = "cancelled"
+                self._keep_cut_short()
             self._keep_generated(final=True)
         finally:
             if self._storage is not None:
@@ -92,17 +100,19 @@ class Generation:
         if self._finish is not None:
             self._settle(steps)
             return
-        steps = self._restore(steps)
+        steps, live = self._restore(steps)
         yield Progress(steps.restored, len(self._prompt))
-        logits = yield from self._compute(steps)
+        logits = yield from self._compute(steps, live)
         raw = None if logits is None else logits_bytes(logits)
         if choice is None and logits is not None:
             choice = self._choose(logits)
             yield self._emit(choice)
         if self._recorder is not None and raw is not None:
-            self._keep_prompt_end(self._recorder, steps, raw)
+            # What the last forward computed, and the logits after it.
+            end = len(self._prompt)
+            self._recorder.feed(self._prompt, self._last_start, end, tail=True, logits=raw)
         if self._finish is None and choice is not None:
-            yield from self._decode(choice)
+            yield from self._decode(choice, live)
 
     # -- what is stored ----------------------------------------------------------------------
 
@@ -118,7 +128,8 @@ class Generation:
 
     def _plan(self, **without: Any) -> Plan:
         found = None if self._lease is None else self._lease.match
-        return plan(found, len(self._prompt), self._request.reuse, **without)
+        needs = self._worker.needs
+        return plan(found, len(self._prompt), self._request.reuse, needs, **without)
 
     def _stored_logits(self) -> mx.array | None:
         layout = self._worker.layout
@@ -138,66 +149,89 @@ class Generation:
                 used.append(match.shared.block.id)
             self._touched = tuple(used)
 
-    def _restore(self, steps: Plan) -> Plan:
+    def _restore(self, steps: Plan) -> tuple[Plan, LiveState]:
         """Read what the plan restores; what cannot be read makes another plan, the request goes
         on."""
         began = time.perf_counter()
-        worker, layout = self._worker, self._worker.layout
+        worker, layout, exact = self._worker, self._worker.layout, self._request.reuse == "exact"
         if layout is None:
-            self._caches = worker.new_caches()
+            self._live = LiveState(None, worker.new_caches())
             self._settle(steps)
-            return steps
-        buffers = Buffers(layout, capacity_for(len(self._prompt), self._room))
-        first = steps.steps[0]
-        if isinstance(first, Restore) and self._storage is not None and self._lease is not None:
-            match = self._lease.match
-            read = self._storage.read(match, buffers.into, first.blocks, first.shared)
-            self._read_nbytes = read.nbytes
-            if read.bad or (first.shared and not read.shared_ok):
-                self._damaged = True
-                # Stored logits that could not be read before cannot be now.
-                steps = self._plan(
-                    bad=read.bad, shared_ok=read.shared_ok, logits_ok=bool(self._generated)
-                )
-        self._caches = buffers.caches(worker.new_caches(), steps.start)
+            return steps, self._live
+        self._buffers = Buffers(layout, capacity_for(len(self._prompt), self._room))
+        if self._storage is not None and self._lease is not None:
+            steps = self._read(steps, self._buffers, self._storage, self._lease.match)
+        self._live = self._buffers.live(worker.new_caches())
         self._settle(steps)
+        self._boundaries = boundaries(
+            layout, worker.block_tokens, len(self._prompt), self._request.boundaries, exact=exact
+        )
         self._restore_ms = _since(began)
         if self._storage is not None and self._request.store:
+            known = {self._lease.match.blocks[i].end for i in steps.reads} if self._lease else set()
             self._recorder = Recorder(
                 self._storage,
-                lambda start, end: cachekinds.cut(self._caches, layout, start, end),
-                known=steps.reads,
-                exact=self._request.reuse == "exact",
+                self._live,
+                self._boundaries,
+                known,
+                exact=exact,
                 running=None if self._lease is None else self._lease.sequence,
             )
+        return steps, self._live
+
+    def _read(self, steps: Plan, buffers: Buffers, storage: Storage, match: Match) -> Plan:
+        """Read until a plan has all that it needs: each failure makes one that needs less."""
+        lost: frozenset[tuple[int, str]] = frozenset()
+        shared_ok = True
+        while wants := buffers.wants(steps, match):
+            read = storage.read(match, wants)
+            self._read_nbytes += read.nbytes
+            if not read.lost and read.shared_ok:
+                break
+            buffers.read([index for index in steps.reads if index not in dict(read.lost)])
+            self._damaged = True
+            lost, shared_ok = lost | read.lost, shared_ok and read.shared_ok
+            # Stored logits that could not be read before cannot be now.
+            steps = self._plan(lost=lost, shared_ok=shared_ok, logits_ok=bool(self._generated))
         return steps
 
     # -- computing the prompt ----------------------------------------------------------------
 
-    def _compute(self, steps: Plan) -> Generator[Event, None, mx.array | None]:
+    def _compute(self, steps: Plan, live: LiveState) -> Generator[Event, None, mx.array | None]:
         """Refill and compute; returns the raw logits of the last token if it was computed."""
         began = time.perf_counter()
-        exact = self._request.reuse == "exact"
-        step = self._worker.block_tokens if exact else self._worker.step
+        worker, exact = self._worker, self._request.reuse == "exact"
+        step = worker.block_tokens if exact else worker.step
         prefill = Prefill(
-            self._worker.model, self._caches, self._prompt, step, exact, self._cancelled
+            worker.model, live, self._prompt, step, exact, self._cancelled, self._boundaries
         )
         logits = None
         try:
             for part in steps.steps:
-                if isinstance(part, Refill):
+                if isinstance(part, Jump):
+                    self._jump(part, live)
+                elif isinstance(part, Refill):
+                    live.seek(part.start)
                     yield from self._run(prefill, part.start, part.end, refill=True)
                 elif isinstance(part, Compute):
-                    middle = prefill.last_step_start(part.start, part.end)
-                    yield from self._run(prefill, part.start, middle, refill=False)
+                    live.seek(part.start)
+                    self._last_start = prefill.last_start(part.start, part.end)
+                    yield from self._run(prefill, part.start, self._last_start, refill=False)
                     if self._cancelled():
                         raise Cancelled
-                    logits = prefill.last(middle, part.end)
-                    self._computed += part.end - middle
+                    logits = prefill.last(self._last_start, part.end)
+                    self._computed += part.end - self._last_start
         finally:
             self._prefill_ms = _since(began)
-        mlxlm.set_offset(self._caches, len(self._prompt))
+        live.seek(len(self._prompt))
         return logits
+
+    def _jump(self, jump: Jump, live: LiveState) -> None:
+        if self._buffers is None:
+            return
+        pieces = self._buffers.jump(jump, live, self._worker.block_tokens)
+        if self._recorder is not None:
+            self._recorder.resume(jump.end, pieces)
 
     def _run(self, prefill: Prefill, start: int, end: int, *, refill: bool) -> Iterator[Event]:
         at = start
@@ -207,16 +241,14 @@ class Generation:
             else:
                 self._computed += done - at
             if self._recorder is not None:
-                self._recorder.put_range(self._prompt, at, done)
-            at = done
+                self._recorder.feed(self._prompt, at, done)
+            at = self._at = done
             yield Progress(self._restored + self._refilled + self._computed, len(self._prompt))
 
-    def _keep_prompt_end(self, recorder: Recorder, steps: Plan, logits: Bytes) -> None:
-        """Store what the last step computed, and the logits after it."""
-        size = self._worker.block_tokens
-        last = (len(self._prompt) - 1) // size
-        recorder.put_range(self._prompt, min(steps.start, last * size), last * size)
-        recorder.put_prompt_end(self._prompt, logits)
+    def _keep_cut_short(self) -> None:
+        """A prompt that was cancelled leaves its state where it got to."""
+        if self._recorder is not None and self._at and not self._generated:
+            self._recorder.keep_state(self._prompt, self._at)
 
     # -- generating --------------------------------------------------------------------------
 
@@ -236,17 +268,17 @@ class Generation:
         logprob, best = top_logprobs(choice, self._request.logprobs)
         return Token(token, text, logprob, best)
 
-    def _decode(self, first: Choice) -> Iterator[Event]:
+    def _decode(self, first: Choice, live: LiveState) -> Iterator[Event]:
         """Generate after the first token. The next forward is under way while a token is handed
         out, so the last token's state is usually there too."""
         self._prompt_forwarded = self._worker.model.forwarded - self._base
-        pending = self._forward(first)
+        pending = self._forward(first, live)
         while self._finish is None:
             if self._cancelled():
                 raise Cancelled
             following = None
             if len(self._generated) + 1 < self._room:
-                following = self._forward(pending)
+                following = self._forward(pending, live)
             yield self._emit(pending)
             self._keep_generated(final=False)
             if len(self._generated) % CLEAR_EVERY == 0:
@@ -255,9 +287,9 @@ class Generation:
                 break
             pending = following
 
-    def _forward(self, choice: Choice) -> Choice:
+    def _forward(self, choice: Choice, live: LiveState) -> Choice:
         """Put a chosen token through the model and choose the next; nothing waits here."""
-        logits = self._worker.model(choice.token[None], self._caches)[:, -1, :]
+        logits = self._worker.model(choice.token[None], live.caches)[:, -1, :]
         self._fed += 1
         following = self._choose(logits, choice.token)
         mlxlm.start(following.token)
@@ -269,13 +301,11 @@ class Generation:
             return
         # A forward under way holds the state of its own input, which is known by now or dropped.
         total = len(self._prompt) + min(self._fed, len(self._generated))
-        size = self._worker.block_tokens
-        if not final:
-            total -= total % size
-        if total <= self._kept:
+        whole = total % self._worker.block_tokens == 0
+        if not (final or whole or total - self._kept >= self._recorder.patience):
             return
         tokens = np.concatenate([self._prompt, as_tokens(self._generated)])[:total]
-        self._recorder.put_generated(tokens, self._kept)
+        self._recorder.feed(tokens, self._kept, total, tail=final, decoded=True)
         self._kept = total
 
     # -- accounts ----------------------------------------------------------------------------

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from kvdb.writer import Payload
 if TYPE_CHECKING:
     from kvdb.builds import Build
     from kvdb.match import Match, Namespace, PartRef
+    from kvdb.restore import Want
     from kvdb.sequences import Lease
     from kvdb.sequences import Sequence as Running
     from kvdb.store import Store
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvdb.engine")
 
 Bytes = npt.NDArray[np.uint8]
-Into = Mapping[str, Sequence[Sequence[npt.NDArray[Any]]]]
 T = TypeVar("T")
 # Waiting for a queued write is cheaper than computing it again, up to a stalled disk.
 FLUSH_SECONDS = 2.0
@@ -34,9 +34,9 @@ FLUSH_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What a read gave: the blocks that it could not give, and its bytes."""
+    """What a read gave: the parts of blocks (by index) that it could not give, and its bytes."""
 
-    bad: frozenset[int]
+    lost: frozenset[tuple[int, str]]
     shared_ok: bool
     nbytes: int
 
@@ -80,12 +80,13 @@ class Storage:
         if lease is not None:
             self._try(lease.release, None)
 
-    def read(self, match: Match, into: Into, blocks: Sequence[int], shared: bool) -> Read:
-        """Read into ``into``; after a failure all of it counts as bad."""
-        result = self._try(lambda: self.store.read(match, into, blocks=blocks, shared=shared), None)
+    def read(self, match: Match, wants: Sequence[Want]) -> Read:
+        """Read what is wanted; after a failure all of it counts as lost."""
+        result = self._try(lambda: self.store.read_parts(match, wants), None)
         if result is None:
-            return Read(frozenset(blocks), False, 0)
-        return Read(frozenset(result.bad), result.shared_ok, result.nbytes)
+            every = frozenset((index, want.part) for want in wants for index in want.blocks)
+            return Read(every, False, 0)
+        return Read(result.lost, result.shared_ok, result.nbytes)
 
     def read_part(self, part: PartRef) -> Bytes | None:
         return self._try(lambda: self.store.read_part(part), None)
@@ -131,71 +132,3 @@ class Storage:
         if message not in self._said:
             self._said.add(message)
             log.warning("%s", message)
-
-
-class Recorder:
-    """Puts the blocks of one request, each once, as soon as their state exists.
-
-    ``cut`` gives the parts of tokens start to end. ``known`` blocks are in the store already.
-    """
-
-    def __init__(
-        self,
-        storage: Storage,
-        cut: Callable[[int, int], dict[str, Bytes]],
-        known: Collection[int],
-        *,
-        exact: bool,
-        running: Running | None,
-    ) -> None:
-        self._storage = storage
-        self._cut = cut
-        self._known = set(known)
-        self._exact = exact
-        self._running = running
-
-    def put_range(self, tokens: Tokens, start: int, end: int, *, origin: str = "prefill") -> None:
-        """Put the blocks that end in tokens ``start`` to ``end`` and are not known, one put per
-        run. A last short block is put only where ``tokens`` end with it."""
-        size = self._storage.block_tokens
-        payloads: list[Payload] = []
-        last = 0
-        for block in range(start // size, -(-end // size)):
-            stop = min((block + 1) * size, len(tokens))
-            if stop > end:
-                break
-            if block in self._known:
-                self._flush(tokens[:last], payloads, origin)
-                continue
-            payloads.append(Payload(block, self._cut(block * size, stop)))
-            self._known.add(block)
-            last = stop
-        self._flush(tokens[:last], payloads, origin)
-
-    def put_prompt_end(self, prompt: Tokens, logits: Bytes | None) -> None:
-        """Put the prompt's last block, or what it lacks: its state, the logits after it."""
-        size = self._storage.block_tokens
-        block = (len(prompt) - 1) // size
-        parts: dict[str, Bytes] = {}
-        if block not in self._known:
-            parts = self._cut(block * size, len(prompt))
-            self._known.add(block)
-        if logits is not None:
-            parts["logits"] = logits
-        if parts:
-            self._flush(prompt, [Payload(block, parts)], "prefill")
-
-    def put_generated(self, tokens: Tokens, start: int) -> None:
-        """Put what decoding added to ``start`` tokens: whole blocks, and the tail there is."""
-        self._exact = False  # one forward per token gives other bits than one per block
-        self._known = {
-            block for block in self._known if (block + 1) * self._storage.block_tokens <= start
-        }
-        self.put_range(tokens, start, len(tokens), origin="decode")
-
-    def _flush(self, tokens: Tokens, payloads: list[Payload], origin: str) -> None:
-        if payloads:
-            self._storage.put(
-                tokens, list(payloads), origin=origin, exact=self._exact, advance=self._running
-            )
-            payloads.clear()

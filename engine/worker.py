@@ -14,6 +14,7 @@ from engine.buildcheck import open_storage
 from engine.events import Event, Request
 from engine.generation import Generation
 from engine.options import EngineOptions
+from engine.plan import FULL_ATTENTION
 from engine.prefill import check_step
 from engine.storage import Storage
 from kvdb.errors import KvdbError, ModelError, UsageError
@@ -48,6 +49,7 @@ class Worker:
         self.blas = blas
         self.observe: Callable[[mx.array], None] | None = None
         self.layout, self.vocabulary = self._layout()
+        self.needs = FULL_ATTENTION if self.layout is None else cachekinds.needs(self.layout)
         self.description = mlxlm.build_description(self.model.model, blas)
         self.storage = None if store is None else self._storage(store, options.salt)
         self._load_ms = self.loaded.load_seconds * 1e3
@@ -65,16 +67,15 @@ class Worker:
 
     def _layout(self) -> tuple[Layout | None, int]:
         try:
-            layout = cachekinds.derive_layout(self.model, self.new_caches())
-        except cachekinds.NotStorable as reason:
-            log.warning("the state of %s is not stored: %s", self.loaded.name, reason)
-            layout = None
+            layout, reason, vocabulary = cachekinds.derive_layout(self.model, self.new_caches)
         except (ValueError, RuntimeError) as error:
             bits = self.loaded.options.kv_bits
             if bits is not None:
                 raise UsageError(f"kv_bits {bits} does not fit this model: {error}.") from error
             raise ModelError(f"{self.loaded.name} cannot be run: {error}.") from error
-        return layout, cachekinds.vocabulary_size(self.model, self.new_caches())
+        if reason is not None:
+            log.warning("the state of %s is not stored: %s", self.loaded.name, reason)
+        return layout, vocabulary
 
     def _storage(self, store: Store, salt: bytes) -> Storage | None:
         if self.layout is None:

@@ -86,6 +86,19 @@ ROOTS = (
     "WHERE b.parent_id IS NULL AND b.namespace_id = ? AND b.state = 'live' "
     "ORDER BY b.id DESC LIMIT ?"
 )
+# Tails (blocks shorter than a full one) that end in a recurrent state, under some parents.
+STATE_TAILS = (
+    "SELECT b.id, b.hash, b.depth, b.token_count, b.exact, b.build_id, t.tokens, t.extra "
+    "FROM blocks AS b JOIN block_tokens AS t ON t.block_id = b.id "
+    "WHERE b.parent_id IN (SELECT value FROM json_each(?1)) AND b.state = 'live' "
+    "AND b.token_count < ?2 AND EXISTS "
+    "(SELECT 1 FROM parts WHERE block_id = b.id AND part >= 'state:' AND part < 'state;') "
+    "ORDER BY b.depth DESC, b.token_count DESC, b.id DESC LIMIT ?3"
+)
+STATE_ROOTS = STATE_TAILS.replace(
+    "b.parent_id IN (SELECT value FROM json_each(?1))",
+    "b.parent_id IS NULL AND b.namespace_id = ?1",
+)
 LAST_EVICTION = "SELECT reason FROM evictions WHERE block_hash = ? ORDER BY id DESC LIMIT 1"
 ANY_CHILD = "SELECT 1 FROM blocks WHERE parent_id = ? LIMIT 1"
 ANY_BLOCK = "SELECT 1 FROM blocks LIMIT 1"

@@ -51,7 +51,7 @@ from kvdb.locks import FileLock, WriterLock
 from kvdb.match import Match, Namespace, PartRef, find_match
 from kvdb.ramtier import RamTier
 from kvdb.reader import Bytes, Damaged, Location, PartBuffers, ShardReader
-from kvdb.restore import ReadResult, preload_match, read_cached, read_match
+from kvdb.restore import ReadResult, Want, preload_match, read_cached, read_match, read_wants
 from kvdb.retention import Retention
 from kvdb.sequences import Lease, Sequence, create_sequence, find_sequence
 from kvdb.shards import ORIGINS, NamespaceRecord
@@ -333,7 +333,7 @@ class Store(Upkeep):
                 share_tail=share_tail,
             )
             tip = match.tip_id
-            if match.shared is not None:
+            if match.shared is not None and match.shared.block.index == match.matched:
                 tip = match.shared.block.id  # holds the matched blocks too: it stands on them
             sequence_id = holding.add_sequence(
                 connection,
@@ -363,6 +363,11 @@ class Store(Upkeep):
         already dropped from the index.
         """
         return read_match(self, match, into, blocks, shared)
+
+    def read_parts(self, match: Match, wants: Items[Want]) -> ReadResult:
+        """Read chosen parts of chosen blocks into given buffers, in one pass, verified: what a
+        model needs that does not look at every token (see :class:`Want`)."""
+        return read_wants(self, match, wants)
 
     def spread(self, function: Callable[[T], R], items: Items[T]) -> Iterable[R]:
         """Map ``function`` over ``items`` in the store's reader threads."""

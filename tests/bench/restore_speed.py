@@ -81,8 +81,9 @@ def main() -> None:
             buffers = Buffers(layout, capacity_for(len(tokens), 256))
             result = store.read(match, buffers.into)
             assert not result.bad
-            caches = buffers.caches([KVCache() for _ in range(LAYERS)], len(tokens))
-            mx.eval([cache.state for cache in caches])
+            live = buffers.live([KVCache() for _ in range(LAYERS)])
+            live.seek(len(tokens))
+            live.evaluate()
 
         for _ in range(options.rounds):
             with kvdb.open(path) as store:
