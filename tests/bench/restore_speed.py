@@ -56,7 +56,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     preload()
-    import mlx.core as mx
     from mlx_lm.models.cache import KVCache
 
     from engine.restore import Buffers, capacity_for
