@@ -99,9 +99,9 @@ class Stats:
     """What one request cost. restored + refilled + computed = prompt tokens.
 
     ``forwarded_tokens`` were counted in the model call itself, ``forwarded_prompt_tokens`` of them
-    before the first decode step. Times are milliseconds since the engine took the request, except
-    the durations ``load_ms`` (of the model, on the first request), ``lookup_ms``, ``restore_ms``
-    and ``prefill_ms``.
+    before the first decode step. ``bytes_read`` came from shards, ``bytes_ram`` from the RAM tier.
+    Times are milliseconds since the engine took the request, except the durations ``load_ms`` (of
+    the model, on the first request), ``lookup_ms``, ``restore_ms`` and ``prefill_ms``.
     """
 
     prompt_tokens: int
@@ -114,6 +114,7 @@ class Stats:
     skip: Skip = "none"
     miss_reason: str | None = None
     bytes_read: int = 0
+    bytes_ram: int = 0
     load_ms: float = 0.0
     lookup_ms: float = 0.0
     restore_ms: float = 0.0

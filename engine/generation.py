@@ -62,7 +62,7 @@ class Generation:
         self._finish: FinishReason | None = None
         self._restored = self._refilled = self._computed = 0
         self._skip: Skip = "none"
-        self._read_nbytes = 0
+        self._read_nbytes = self._ram_nbytes = 0
         self._touched: tuple[int, ...] = ()
         self._base = worker.model.forwarded
         self._prompt_forwarded: int | None = None
@@ -158,7 +158,7 @@ class Generation:
             self._live = LiveState(None, worker.new_caches())
             self._settle(steps)
             return steps, self._live
-        self._buffers = Buffers(layout, capacity_for(len(self._prompt), self._room))
+        self._buffers = worker.buffers(layout, capacity_for(len(self._prompt), self._room))
         if self._storage is not None and self._lease is not None:
             steps = self._read(steps, self._buffers, self._storage, self._lease.match)
         self._live = self._buffers.live(worker.new_caches())
@@ -183,12 +183,11 @@ class Generation:
         """Read until a plan has all that it needs: each failure makes one that needs less."""
         lost: frozenset[tuple[int, str]] = frozenset()
         shared_ok = True
-        while wants := buffers.wants(steps, match):
-            read = storage.read(match, wants)
+        while (read := buffers.fetch(storage, steps, match)) is not None:
             self._read_nbytes += read.nbytes
+            self._ram_nbytes += read.ram_nbytes
             if not read.lost and read.shared_ok:
                 break
-            buffers.read([index for index in steps.reads if index not in dict(read.lost)])
             self._damaged = True
             lost, shared_ok = lost | read.lost, shared_ok and read.shared_ok
             # Stored logits that could not be read before cannot be now.
@@ -331,6 +330,7 @@ class Generation:
             skip=self._skip,
             miss_reason="damaged" if self._damaged else reason,
             bytes_read=self._read_nbytes,
+            bytes_ram=self._ram_nbytes,
             load_ms=self._load_ms,
             lookup_ms=self._lookup_ms,
             restore_ms=self._restore_ms,

@@ -179,6 +179,12 @@ def on_gpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
+def device_bytes() -> int:
+    """Memory of the GPU in bytes; 0 where MLX does not say."""
+    info = mx.device_info()
+    return int(info.get("total_memory") or info.get("memory_size") or 0)
+
+
 def host_memory() -> bool:
     """True where MLX arrays are plain memory, so that numpy can view them without a copy."""
     return not on_gpu() or bool(mx.metal.is_available())

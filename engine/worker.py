@@ -11,11 +11,13 @@ import mlx.core as mx
 from engine import cachekinds, mlxlm, models
 from engine.blas import Blas
 from engine.buildcheck import open_storage
+from engine.device import DeviceBuffers
 from engine.events import Event, Request
 from engine.generation import Generation
 from engine.options import EngineOptions
 from engine.plan import FULL_ATTENTION
 from engine.prefill import check_step
+from engine.restore import Buffers
 from engine.storage import Storage
 from kvdb.errors import KvdbError, ModelError, UsageError
 from kvdb.identity import check_block_tokens
@@ -23,6 +25,9 @@ from kvdb.layout import Layout
 
 if TYPE_CHECKING:
     from kvdb.store import Store
+
+# The RAM tier's budget is the host's: of a device it takes at most this part.
+DEVICE_SHARE = 4
 
 log = logging.getLogger("kvdb.engine")
 
@@ -53,11 +58,20 @@ class Worker:
         self.description = mlxlm.build_description(self.model.model, blas)
         self.storage = None if store is None else self._storage(store, options.salt)
         self._load_ms = self.loaded.load_seconds * 1e3
+        self._store = store
+        if store is not None and not mlxlm.host_memory():
+            store.device_ram.resize(min(store.ram.budget, mlxlm.device_bytes() // DEVICE_SHARE))
 
     def new_caches(self) -> list[Any]:
         """Empty caches of the model; UsageError where ``kv_bits`` does not fit it."""
         options = self.loaded.options
         return mlxlm.new_cache(self.model.model, options.kv_bits, options.kv_group_size)
+
+    def buffers(self, layout: Layout, capacity: int) -> Buffers:
+        """What a request restores into: memory that the store can reach, or the device's."""
+        if mlxlm.host_memory() or self._store is None:
+            return Buffers(layout, capacity)
+        return DeviceBuffers(layout, self._store.device_ram)
 
     def run(self, request: Request, cancelled: Callable[[], bool]) -> Iterator[Event]:
         """The events of one request. Raises PromptError or UsageError before the first event. The

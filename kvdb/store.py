@@ -100,6 +100,8 @@ class Store(Upkeep):
         self.fs = fs
         self.reader = reader
         self.ram = ram
+        # For engines: state that stays on a device whose memory the host does not share.
+        self.device_ram: RamTier[Any] = RamTier()
         self.read_ahead = read_ahead
         self._retention = retention
         self._compactor = compactor
@@ -147,6 +149,8 @@ class Store(Upkeep):
 
     def _release(self) -> None:
         self._spreader.close()
+        self.ram.clear()
+        self.device_ram.clear()
         self.reader.close()
         self.database.close()
         for lock in reversed(self._locks):
