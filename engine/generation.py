@@ -23,6 +23,7 @@ from kvdb.history import RequestRecord
 from kvdb.identity import as_tokens, chain_hashes
 
 if TYPE_CHECKING:
+    from engine.guard import Claim
     from engine.storage import Storage
     from engine.worker import Worker
     from kvdb.match import Match
@@ -71,9 +72,11 @@ class Generation:
         self._damaged = False
 
     def events(self) -> Iterator[Event]:
-        """Run to the end. The lease is released whatever happens."""
+        """Run to the end. The lease and the memory are released whatever happens."""
+        claim: Claim | None = None
         try:
             try:
+                claim = self._worker.claim(len(self._prompt) + self._room, self._cancelled)
                 yield from self._answer()
             except Cancelled:
                 self._finish = "cancelled"
@@ -82,6 +85,8 @@ class Generation:
         finally:
             if self._storage is not None:
                 self._storage.release(self._lease)
+            if claim is not None:
+                claim.release()
         stats = self._stats()
         self._record(stats)
         yield End(self._finish or "length", self._output.rest(), stats)
@@ -202,7 +207,14 @@ class Generation:
         worker, exact = self._worker, self._request.reuse == "exact"
         step = worker.block_tokens if exact else worker.step
         prefill = Prefill(
-            worker.model, live, self._prompt, step, exact, self._cancelled, self._boundaries
+            worker.model,
+            live,
+            self._prompt,
+            step,
+            exact,
+            self._cancelled,
+            self._boundaries,
+            worker.steps,
         )
         logits = None
         try:

@@ -9,8 +9,13 @@ from kvdb.identity import DEFAULT_BLOCK_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Tokens per block and per prefill step (None: the device's default), tenant salt."""
+    """Tokens per block and per prefill step (None: the device's default), tenant salt.
+
+    ``max_memory`` bytes are the most that the process may hold (None: no ceiling); see
+    engine/guard.py.
+    """
 
     block_tokens: int = DEFAULT_BLOCK_TOKENS
     step: int | None = None
     salt: bytes = b""
+    max_memory: int | None = None

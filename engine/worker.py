@@ -14,10 +14,12 @@ from engine.buildcheck import open_storage
 from engine.device import DeviceBuffers
 from engine.events import Event, Request
 from engine.generation import Generation
+from engine.guard import Claim, Guard
+from engine.memory import gauges
 from engine.options import EngineOptions
 from engine.plan import FULL_ATTENTION
-from engine.prefill import check_step
-from engine.restore import Buffers
+from engine.prefill import Cancelled, check_step
+from engine.restore import Buffers, capacity_for
 from engine.storage import Storage
 from kvdb.errors import KvdbError, ModelError, UsageError
 from kvdb.identity import check_block_tokens
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 # The RAM tier's budget is the host's: of a device it takes at most this part.
 DEVICE_SHARE = 4
+# How soon a request that waits for memory notices that it was cancelled.
+CANCEL_SECONDS = 0.1
 
 log = logging.getLogger("kvdb.engine")
 
@@ -46,6 +50,7 @@ class Worker:
         model_options: models.ModelOptions,
         options: EngineOptions,
         blas: Blas,
+        guard: Guard | None = None,
     ) -> None:
         self.block_tokens = check_block_tokens(options.block_tokens)
         self.step = check_step(options.step, self.block_tokens)
@@ -59,6 +64,10 @@ class Worker:
         self.storage = None if store is None else self._storage(store, options.salt)
         self._load_ms = self.loaded.load_seconds * 1e3
         self._store = store
+        tiers = () if store is None else (store.ram, store.device_ram)
+        self.guard = Guard(options.max_memory, gauges(), tiers) if guard is None else guard
+        self.guard.settle()
+        self.steps = self.guard.steps(self.block_tokens)
         if store is not None and not mlxlm.host_memory():
             store.device_ram.resize(min(store.ram.budget, mlxlm.device_bytes() // DEVICE_SHARE))
 
@@ -66,6 +75,23 @@ class Worker:
         """Empty caches of the model; UsageError where ``kv_bits`` does not fit it."""
         options = self.loaded.options
         return mlxlm.new_cache(self.model.model, options.kv_bits, options.kv_group_size)
+
+    def claim(self, tokens: int, cancelled: Callable[[], bool]) -> Claim:
+        """Memory for the state of ``tokens`` tokens, waiting while others hold it. Raises
+        OutOfMemory when there is never so much, Cancelled when that is so first."""
+        nbytes = 0
+        if self.layout is not None:
+            whole = capacity_for(tokens, 0)
+            nbytes = sum(
+                part.nbytes(min(whole, part.window or whole))
+                for part in self.layout.parts
+                if part.kind != "logits"
+            )
+        while (claim := self.guard.claim(nbytes)) is None:
+            if cancelled():
+                raise Cancelled
+            self.guard.wait(CANCEL_SECONDS)
+        return claim
 
     def buffers(self, layout: Layout, capacity: int) -> Buffers:
         """What a request restores into: memory that the store can reach, or the device's."""

@@ -76,13 +76,14 @@ def make_engine() -> Iterator[MakeEngine]:
         block_tokens: int = 256,
         step: int | None = None,
         salt: bytes = b"",
+        max_memory: int | None = None,
         **options: object,
     ) -> Engine:
         engine = Engine(
             store,
             str(model),
             model_options=ModelOptions(**options),  # type: ignore[arg-type]
-            options=EngineOptions(block_tokens, step, salt),
+            options=EngineOptions(block_tokens, step, salt, max_memory),
         )
         made.append(engine)
         return engine
