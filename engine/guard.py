@@ -167,6 +167,8 @@ class Guard:
     def _give_back(self, nbytes: int) -> None:
         with self._changed:
             self._claimed -= nbytes
+            if not self._claimed:  # a model may have gone meanwhile
+                self._before = max(0, min(self._before, self._gauges.held() - self._ram()))
             if self.ceiling is not None:
                 for tier, budget in self._tiers:
                     if tier.budget < budget:
