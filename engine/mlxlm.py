@@ -163,7 +163,8 @@ def scalar(array: mx.array) -> Any:
 
 
 def release_buffers() -> None:
-    """Give freed GPU buffers back. On a CPU it would only buy page faults at the next step."""
+    """Give freed GPU buffers back. On a CPU, where MLX keeps few, its ``clear_cache`` waits for the
+    work of all threads while it holds the interpreter's lock, which that work may need."""
     if on_gpu():
         mx.clear_cache()
 

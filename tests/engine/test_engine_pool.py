@@ -146,12 +146,12 @@ def test_requests_in_a_loop_while_models_come_and_go(models: list[str], make_poo
 
 
 def test_memory_comes_back_when_a_model_goes(tmp_path: Path, make_pool: Any) -> None:
-    """omlx#1459. 64 MiB of weights: the first time also loads code, so the second is measured."""
+    """omlx#1459. 32 MiB of weights: the first time also loads code, so the second is measured."""
     big = str(
         write_model(
             tmp_path / "big",
             tokenizer=False,
-            vocab_size=VOCABULARY * 1024,
+            vocab_size=VOCABULARY * 512,
             hidden_size=128,
             head_dim=64,
         )
@@ -165,5 +165,5 @@ def test_memory_comes_back_when_a_model_goes(tmp_path: Path, make_pool: Any) -> 
         loaded = held_bytes()
         assert pool.unload(big)
         after = held_bytes()
-    assert loaded - before > 50 << 20
-    assert after - before < 12 << 20
+    assert loaded - before > 25 << 20
+    assert after - before < 8 << 20
