@@ -79,7 +79,7 @@ class Seat:
     @property
     def nbytes(self) -> int:
         """Memory of caches of its own; a batch counts for all of its rows."""
-        return sum(cache.nbytes for cache in self._own)
+        return sum(0 if cache.empty() else cache.nbytes for cache in self._own)
 
 
 class Batch:
@@ -143,13 +143,19 @@ class Decoder:
         self._members: frozenset[Seat] = frozenset()
         self.groups: list[list[Seat]] = []
 
-    def arrange(self, seats: Sequence[Seat]) -> None:
-        """Group the requests that decode now. Who was among them before and is not any more must
-        have ended, or have left its batch."""
+    def arrange(
+        self, seats: Sequence[Seat], fits: Callable[[int], bool] = lambda padding: True
+    ) -> None:
+        """Group the requests that decode now; where their padding, in tokens, does not fit, each
+        decodes alone. Who was among them before and is not any more must have ended, or have left
+        its batch."""
         members = frozenset(seats)
         if members == self._members:
             return
-        chosen = self._partition([seat.length for seat in seats])
+        lengths = [seat.length for seat in seats]
+        chosen = self._partition(lengths)
+        if not fits(sum(_padding([lengths[index] for index in group]) for group in chosen)):
+            chosen = [[index] for index in range(len(seats))]
         self.groups = [[seats[index] for index in group] for group in chosen]
         self._members = members
         batches = [Batch(group) for group in self.groups if not _stands(group)]
@@ -185,6 +191,10 @@ class Decoder:
     def nbytes(self) -> int:
         """Memory of all batches, padding included."""
         return sum(group[0].batch.nbytes for group in self.groups if group[0].batch)
+
+
+def _padding(lengths: Sequence[int]) -> int:
+    return max(lengths) * len(lengths) - sum(lengths)
 
 
 def _stands(group: Sequence[Seat]) -> bool:

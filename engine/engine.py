@@ -21,6 +21,7 @@ from engine.options import EngineOptions
 from kvdb.errors import KvdbError
 
 if TYPE_CHECKING:
+    from engine.guard import Guard
     from engine.scheduler import Scheduler
     from engine.worker import Worker
     from kvdb.store import Store
@@ -97,9 +98,12 @@ class Engine:
         *,
         model_options: ModelOptions | None = None,
         options: EngineOptions | None = None,
+        guard: Guard | None = None,
     ) -> None:
-        """Load ``model``: a folder, a hub id or a built-in name. Raises ModelError or UsageError;
-        a store that cannot be used is logged and left out."""
+        """Load ``model``: a folder, a hub id or a built-in name. Engines of one process share a
+        ``guard``; without one ``options.max_memory`` holds for this engine alone.
+
+        Raises ModelError or UsageError; a store that cannot be used is logged and left out."""
         self.model = model
         self._inbox = _Inbox()
         settings = options or EngineOptions()
@@ -108,7 +112,7 @@ class Engine:
             from engine.scheduler import Scheduler
             from engine.worker import Worker
 
-            worker = Worker(store, model, model_options or ModelOptions(), settings, loaded)
+            worker = Worker(store, model, model_options or ModelOptions(), settings, loaded, guard)
             return Scheduler(worker, settings)
 
         self._state = _State()

@@ -121,12 +121,14 @@ class Stats:
     """What one request cost. restored + refilled + computed = prompt tokens.
 
     ``forwarded_tokens`` were counted in the model call itself, ``forwarded_prompt_tokens`` of them
-    before the first decode step. ``shared_steps`` decode steps were made together with other
-    requests'; ``alone`` says why none can be, where that is so. ``held`` says whether the state is
-    held for its ``ttl_seconds``. An answer that shares another's prompt has restored it, without
-    reading anything. Times are milliseconds since the engine took the request, except
-    the durations ``load_ms`` (of the model, on the first request), ``lookup_ms``, ``restore_ms``
-    and ``prefill_ms``; ``queued_ms`` is how long it waited to begin.
+    before the first decode step. ``bytes_read`` came from shards, ``bytes_ram`` from the RAM tier.
+    ``shared_steps`` decode steps were made together with other requests'; ``alone`` says why none
+    can be, where that is so. ``held`` says whether the state is held for its ``ttl_seconds``. An
+    answer that shares another's prompt has restored it, without reading anything.
+
+    Times are milliseconds since the engine took the request, except the durations ``load_ms`` (of
+    the model, on the first request), ``queued_ms`` (before it began), ``lookup_ms``,
+    ``restore_ms`` and ``prefill_ms``.
     """
 
     prompt_tokens: int
@@ -139,6 +141,7 @@ class Stats:
     skip: Skip = "none"
     miss_reason: str | None = None
     bytes_read: int = 0
+    bytes_ram: int = 0
     shared_steps: int = 0
     alone: str | None = None
     held: bool = False

@@ -81,7 +81,7 @@ class Generation:
         self._finish: FinishReason | None = None
         self._restored = self._refilled = self._computed = 0
         self._skip: Skip = "none"
-        self._read_nbytes = 0
+        self._read_nbytes = self._ram_nbytes = 0
         self._touched: tuple[int, ...] = ()
         self._model = mlxlm.CountingModel(worker.model.model, worker.model)
         self._shared_steps = 0
@@ -269,7 +269,7 @@ class Generation:
             self._live = LiveState(None, worker.new_caches())
             self._settle(steps)
             return steps, self._live
-        self._buffers = Buffers(layout, capacity_for(len(self._prompt), self._room))
+        self._buffers = worker.buffers(layout, capacity_for(len(self._prompt), self._room))
         if self._storage is not None and self._lease is not None:
             steps = self._read(steps, self._buffers, self._storage, self._lease.match)
         self._live = self._buffers.live(worker.new_caches())
@@ -294,12 +294,11 @@ class Generation:
         """Read until a plan has all that it needs: each failure makes one that needs less."""
         lost: frozenset[tuple[int, str]] = frozenset()
         shared_ok = True
-        while wants := buffers.wants(steps, match):
-            read = storage.read(match, wants)
+        while (read := buffers.fetch(storage, steps, match)) is not None:
             self._read_nbytes += read.nbytes
+            self._ram_nbytes += read.ram_nbytes
             if not read.lost and read.shared_ok:
                 break
-            buffers.read([index for index in steps.reads if index not in dict(read.lost)])
             self._damaged = True
             lost, shared_ok = lost | read.lost, shared_ok and read.shared_ok
             # Stored logits that could not be read before cannot be now.
@@ -316,10 +315,10 @@ class Generation:
             self._model,
             live,
             self._prompt,
-            # In max mode the memory guard may change it between two steps.
-            lambda: worker.block_tokens if exact else worker.step,
+            worker.block_tokens if exact else worker.step,
             exact,
             self._boundaries,
+            worker.steps,
         )
         logits = None
         try:
@@ -415,7 +414,8 @@ class Generation:
         live.seat.sit(self._worker.new_caches(), 0)
         tokens = np.concatenate([self._prompt, as_tokens(self._generated)])
         end = len(self._prompt) + self._fed
-        prefill = Prefill(self._model, live, tokens, lambda: self._worker.step, False)
+        worker = self._worker
+        prefill = Prefill(self._model, live, tokens, worker.step, False, steps=worker.steps)
         last = prefill.last_start(0, end)
         for _ in prefill.run(0, last):
             yield Wait(lambda: True)
@@ -472,6 +472,7 @@ class Generation:
             skip=self._skip,
             miss_reason="damaged" if self._damaged else reason,
             bytes_read=self._read_nbytes,
+            bytes_ram=self._ram_nbytes,
             shared_steps=self._shared_steps,
             alone=self._alone,
             held=self._held,

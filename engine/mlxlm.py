@@ -166,7 +166,8 @@ def scalar(array: mx.array) -> Any:
 
 
 def release_buffers() -> None:
-    """Give freed GPU buffers back. On a CPU it would only buy page faults at the next step."""
+    """Give freed GPU buffers back. On a CPU, where MLX keeps few, its ``clear_cache`` waits for the
+    work of all threads while it holds the interpreter's lock, which that work may need."""
     if on_gpu():
         mx.clear_cache()
 
@@ -180,6 +181,12 @@ def release_thread() -> None:
 
 def on_gpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.gpu)
+
+
+def device_bytes() -> int:
+    """Memory of the GPU in bytes; 0 where MLX does not say."""
+    info = mx.device_info()
+    return int(info.get("total_memory") or info.get("memory_size") or 0)
 
 
 def host_memory() -> bool:

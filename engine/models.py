@@ -108,6 +108,15 @@ def resolve(name: str) -> Path:
     return _from_hub(name)
 
 
+def weight_bytes(name: str) -> int:
+    """Bytes of a model's weight files, about what it takes in memory. Raises ModelError."""
+    folder = resolve(name)
+    try:
+        return sum(path.stat().st_size for path in weight_files(folder))
+    except OSError as error:
+        raise ModelError(f"The model in {folder} cannot be read: {error}.") from error
+
+
 def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError

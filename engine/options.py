@@ -28,12 +28,14 @@ class EngineOptions:
 
     ``max_running`` requests run at once, the rest wait. A batch request that has waited for
     ``ageing_seconds`` gets a share of the turns whatever interactive ones there are. ``tenants``
-    have limits by name, others ``tenant_limits``.
+    have limits by name, others ``tenant_limits``. ``max_memory`` bytes are the most that the
+    process may hold (None: no ceiling); see engine/guard.py.
     """
 
     block_tokens: int = DEFAULT_BLOCK_TOKENS
     step: int | None = None
     salt: bytes = b""
+    max_memory: int | None = None
     max_running: int = 8
     ageing_seconds: float = 30.0
     tenant_limits: TenantLimits = TenantLimits()

@@ -20,11 +20,12 @@ from engine.batch import Decoder, Seat
 from engine.events import End, Event, FinishReason, Load, Priority, Progress, Request
 from engine.order import Order
 from engine.turns import Cancelled, Forward, PromptEnd, StateLost, Turn, Wait
-from kvdb.errors import QuotaExceeded
+from kvdb.errors import OutOfMemory, QuotaExceeded
 from kvdb.identity import Tokens
 
 if TYPE_CHECKING:
     from engine.generation import Generation
+    from engine.guard import Claim
     from engine.options import EngineOptions, TenantLimits
     from engine.worker import Worker
 
@@ -55,6 +56,8 @@ class Run:
         self.coroutine: Generator[Event | Turn, mx.array, None] | None = None
         self.forward: Forward | None = None
         self.wait: Wait | None = None
+        self.claim: Claim | None = None  # memory for its state
+        self.short = False  # it was refused a claim for now
         self.paused = False
         self.shared = False  # its prompt's other answers go their own ways
 
@@ -182,18 +185,38 @@ class Scheduler:
 
     def _next(self) -> Run | None:
         """Whose turn it is, with a place for it."""
-        candidates = [run for run in self._runs if run.ready]
-        for run in self._order.sort(candidates):
+        short = False  # of memory: what is next waits for it, and nothing new goes before
+        for run in self._order.sort([run for run in self._runs if run.ready]):
             # A prompt that another one is computing is waited for, with this one's urgency.
             chosen = run if run.begun else self._leader(run) or run
             if chosen.active:
                 if chosen.ready:
                     return chosen
-            elif self._allowed(chosen) and self._make_room(run):
-                chosen.paused = False
-                if chosen.forward is None:
-                    return chosen
+                continue
+            place = self._place(run)
+            if place is None or not self._allowed(chosen) or (short and chosen.claim is None):
+                continue
+            if not self._claim(chosen):
+                short = True
+                continue
+            for other in place:
+                other.paused = True
+                other.generation.seat.leave()
+            chosen.paused = False
+            if chosen.forward is None:
+                return chosen
         return None
+
+    def _claim(self, run: Run) -> bool:
+        """Memory for its state at its longest; False while others hold it."""
+        if run.claim is None:
+            nbytes = self.worker.state_bytes(run.generation.tokens_at_most)
+            try:
+                run.claim = self.worker.guard.claim(nbytes, again=run.short)
+                run.short = run.claim is None
+            except OutOfMemory as error:
+                self._fail(run, error)
+        return run.claim is not None
 
     def _leader(self, run: Run) -> Run | None:
         """A running prefill that is about to compute what ``run`` would compute, too."""
@@ -232,19 +255,17 @@ class Scheduler:
     def _limits(self, tenant: str) -> TenantLimits:
         return self._options.tenants.get(tenant, self._options.tenant_limits)
 
-    def _make_room(self, run: Run) -> bool:
-        """A place for one more; an interactive request gets the latest batch one's."""
+    def _place(self, run: Run) -> list[Run] | None:
+        """Who must pause so that there is a place for one more; None where there is none. An
+        interactive request may have the latest batch one's."""
         active = [other for other in self._runs if other.active]
         if len(active) < self._options.max_running:
-            return True
+            return []
         batch = [other for other in active if other.priority == "batch"]
         paused = sum(other.paused for other in self._runs)
         if run.priority == "batch" or not batch or paused >= self._options.max_running:
-            return False
-        last = batch[-1]
-        last.paused = True
-        last.generation.seat.leave()
-        return True
+            return None
+        return batch[-1:]
 
     # -- a step of one -----------------------------------------------------------------------
 
@@ -316,7 +337,7 @@ class Scheduler:
         together = [run for run in runs if not forwards[run].alone]
         rows: dict[Seat, mx.array] = {}
         try:
-            self._decoder.arrange([forwards[run].seat for run in together])
+            self._decoder.arrange([forwards[run].seat for run in together], self._fits)
             tokens = {forwards[run].seat: forwards[run].token for run in together}
             for group in self._decoder.groups:
                 rows |= self._decoder.forward(group, [tokens[seat] for seat in group])
@@ -334,6 +355,11 @@ class Scheduler:
         with contextlib.suppress(*MODEL_FAILURES):
             mlxlm.start(*(run.forward.token for run in self._runs if run.forward is not None))
         return True
+
+    def _fits(self, padding: int) -> bool:
+        """Whether there is memory for ``padding`` more tokens, which hold nothing."""
+        nbytes = self.worker.state_bytes(padding)
+        return self.worker.guard.room(nbytes) >= nbytes
 
     def _decode_alone(self, run: Run, forward: Forward) -> None:
         try:
@@ -380,6 +406,8 @@ class Scheduler:
         if run in self._runs:
             self._runs.remove(run)
         run.generation.release()  # also if it shared a prompt, and never began
+        if run.claim is not None:
+            run.claim.release()
         if not any(other.forward for other in self._runs):
             self._decoder.arrange([])  # nobody is left: give the memory back
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -16,11 +16,13 @@ from engine.events import Reuse
 from kvdb.errors import KvdbError, QuotaExceeded, StoreMissing
 from kvdb.history import RequestRecord
 from kvdb.identity import Tokens
+from kvdb.prefetch import ReadBlock, Wanted, stream_blocks
 from kvdb.writer import Payload
 
 if TYPE_CHECKING:
     from kvdb.builds import Build
     from kvdb.match import Match, Namespace, PartRef
+    from kvdb.reader import Location
     from kvdb.restore import Want
     from kvdb.sequences import Lease
     from kvdb.sequences import Sequence as Running
@@ -31,17 +33,28 @@ log = logging.getLogger("kvdb.engine")
 
 Bytes = npt.NDArray[np.uint8]
 T = TypeVar("T")
+Places = Mapping[tuple[int, str], "Location"]
 # Waiting for a queued write is cheaper than computing it again, up to a stalled disk.
 FLUSH_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What a read gave: the parts of blocks (by index) that it could not give, and its bytes."""
+    """What a read gave: the parts of blocks (by index) that it could not give, its bytes, and the
+    bytes that came from the RAM tier instead."""
 
     lost: frozenset[tuple[int, str]]
     shared_ok: bool
     nbytes: int
+    ram_nbytes: int = 0
+
+    def __add__(self, other: Read) -> Read:
+        return Read(
+            self.lost | other.lost,
+            self.shared_ok and other.shared_ok,
+            self.nbytes + other.nbytes,
+            self.ram_nbytes + other.ram_nbytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +151,18 @@ class Storage:
         if result is None:
             every = frozenset((index, want.part) for want in wants for index in want.blocks)
             return Read(every, False, 0)
-        return Read(result.lost, result.shared_ok, result.nbytes)
+        return Read(result.lost, result.shared_ok, result.nbytes, result.ram_nbytes)
+
+    def locate(self, block_ids: Sequence[int]) -> Places:
+        """Where the parts of some blocks lie; nowhere after a failure."""
+        return self._try(lambda: self.store.locate(block_ids), {})
+
+    def stream(self, wanted: Sequence[Wanted], places: Places) -> Iterator[ReadBlock]:
+        """See :func:`kvdb.prefetch.stream_blocks`; a failure ends it."""
+        try:
+            yield from stream_blocks(self.store, wanted, places)
+        except KvdbError as error:
+            self._say_failed(error)
 
     def read_part(self, part: PartRef) -> Bytes | None:
         return self._try(lambda: self.store.read_part(part), None)
@@ -180,8 +204,11 @@ class Storage:
         try:
             return action()
         except KvdbError as error:
-            self._say(f"the store failed, going on without it: {type(error).__name__}: {error}")
+            self._say_failed(error)
             return otherwise
+
+    def _say_failed(self, error: KvdbError) -> None:
+        self._say(f"the store failed, going on without it: {type(error).__name__}: {error}")
 
     def _say(self, message: str) -> None:
         if message not in self._said:

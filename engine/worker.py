@@ -12,11 +12,15 @@ import mlx.core as mx
 from engine import batchkinds, cachekinds, mlxlm, models
 from engine.blas import Blas
 from engine.buildcheck import open_storage
+from engine.device import DeviceBuffers
 from engine.events import Request
 from engine.generation import Generation
+from engine.guard import Guard
+from engine.memory import gauges
 from engine.options import EngineOptions
 from engine.plan import FULL_ATTENTION
 from engine.prefill import check_step
+from engine.restore import Buffers, capacity_for
 from engine.storage import Storage
 from kvdb.errors import KvdbError, ModelError, UsageError
 from kvdb.identity import check_block_tokens
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
 
 # Key spaces of salted requests that are kept at hand.
 MAX_SALTS = 256
+# The RAM tier's budget is the host's: of a device it takes at most this part.
+DEVICE_SHARE = 4
 
 log = logging.getLogger("kvdb.engine")
 
@@ -45,6 +51,7 @@ class Worker:
         model_options: models.ModelOptions,
         options: EngineOptions,
         blas: Blas,
+        guard: Guard | None = None,
     ) -> None:
         self.block_tokens = check_block_tokens(options.block_tokens)
         self.step = check_step(options.step, self.block_tokens)
@@ -61,6 +68,14 @@ class Worker:
         self._salted: dict[bytes, Storage | None] = {}
         self.storage = self._storage(options.salt)
         self._load_ms = self.loaded.load_seconds * 1e3
+        if self.storage is None:
+            self._store = store = None  # it cannot be used
+        tiers = () if store is None else (store.ram, store.device_ram)
+        self.guard = Guard(options.max_memory, gauges(), tiers) if guard is None else guard
+        self.guard.settle()
+        self.steps = self.guard.steps(self.block_tokens)
+        if store is not None and not mlxlm.host_memory():
+            store.device_ram.resize(min(store.ram.budget, mlxlm.device_bytes() // DEVICE_SHARE))
 
     def new_caches(self) -> list[Any]:
         """Empty caches of the model; UsageError where ``kv_bits`` does not fit it."""
@@ -73,6 +88,23 @@ class Worker:
         generation = Generation(self, request, load_ms=self._load_ms)
         self._load_ms = 0.0
         return generation
+
+    def state_bytes(self, tokens: int) -> int:
+        """How much memory the state of ``tokens`` tokens takes, as far as that is known."""
+        if self.layout is None:
+            return 0
+        whole = capacity_for(tokens, 0)
+        return sum(
+            part.nbytes(min(whole, part.window or whole))
+            for part in self.layout.parts
+            if part.kind != "logits"
+        )
+
+    def buffers(self, layout: Layout, capacity: int) -> Buffers:
+        """What a request restores into: memory that the store can reach, or the device's."""
+        if mlxlm.host_memory() or self._store is None:
+            return Buffers(layout, capacity)
+        return DeviceBuffers(layout, self._store.device_ram)
 
     def storage_for(self, salt: bytes) -> Storage | None:
         """The key space of requests with ``salt``; without one, the engine's own."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdb.errors import UsageError
+from kvdb.machine import memory_bytes
 
 PREFIX = "KVDB_"
 FILE_NAME = "kvdb.toml"
@@ -80,6 +81,21 @@ def size(value: object) -> int:
     return int(number * _UNITS[unit])
 
 
+def memory(value: object) -> int:
+    """Bytes from a size, or from a share of this machine's memory such as ``20%``. Raises
+    ValueError."""
+    share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", str(value))
+    if share is None:
+        return size(value)
+    if float(share[1]) > 100:
+        raise ValueError("is more than 100%")
+    return int(memory_bytes() * float(share[1]) / 100)
+
+
+def _optional_memory(value: object) -> int | None:
+    return None if str(value).lower() in ("", "none") else memory(value)
+
+
 def _optional_size(value: object) -> int | None:
     return None if str(value).lower() in ("", "none") else size(value)
 
@@ -144,6 +160,12 @@ SETTINGS: Mapping[str, Setting] = {
         Setting("codec", str, lambda: "raw", "how new blocks are encoded"),
         Setting("queue_bytes", size, lambda: 256 << 20, "blocks waiting to be written, in bytes"),
         Setting("block_tokens", _count, lambda: 256, "tokens of one block"),
+        Setting(
+            "ram", memory, lambda: memory("20%"), "RAM for blocks in use: bytes, or 20%; 0 off"
+        ),
+        Setting("max_memory", _optional_memory, _nothing, "most memory of the process"),
+        Setting("read_workers", _count, lambda: 4, "threads that read blocks"),
+        Setting("read_ahead", _count, lambda: 3, "blocks read before they are needed"),
         Setting("reuse", _one_of("max", "exact"), lambda: "max", "how state is reused"),
     )
 }

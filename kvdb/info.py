@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvdb import index
 from kvdb.driver import SQLITE_VERSION, has_wal_reset_bug
 from kvdb.limit import volume_bytes
+from kvdb.ramtier import RamStats
 
 if TYPE_CHECKING:
     from kvdb.store import Store
@@ -34,7 +35,8 @@ class NamespaceInfo:
 @dataclass(frozen=True, slots=True)
 class StoreInfo:
     """Totals of a store; sizes in bytes. ``bytes`` counts the whole directory as the limit does,
-    ``leftovers`` are shards that a dead process was writing or removing."""
+    ``leftovers`` are shards that a dead process was writing or removing, and ``ram`` is the RAM
+    tier of this process."""
 
     path: str
     read_only: bool
@@ -60,6 +62,7 @@ class StoreInfo:
     user_version: int
     counters: dict[str, int]
     settings: dict[str, str]
+    ram: RamStats
     namespaces: tuple[NamespaceInfo, ...]
 
 
@@ -107,5 +110,6 @@ def collect_info(store: Store) -> StoreInfo:
             user_version=number("PRAGMA user_version"),
             counters=counters,
             settings=dict(connection.execute("SELECT key, value FROM settings").fetchall()),
+            ram=store.ram.stats(),
             namespaces=namespaces,
         )
