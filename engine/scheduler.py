@@ -315,14 +315,19 @@ class Scheduler:
         for answer in mine.others():
             mine.share(answer, logits)
             self._runs.append(Run(run.client, answer))
+        if mine.key_space is None or not mine.shareable:
+            return
         free = self._options.max_running - sum(other.active for other in self._runs)
         for other in self._runs:
             theirs = other.generation
-            if free <= 0 or other.begun or theirs.key_space != mine.key_space:
-                continue
-            if mine.key_space is None or theirs.shareable or not mine.shareable:
-                continue
-            if np.array_equal(theirs.prompt, mine.prompt):
+            if free <= 0:
+                return
+            if (
+                not other.begun
+                and theirs.key_space == mine.key_space
+                and np.array_equal(theirs.prompt, mine.prompt)
+                and not theirs.shareable
+            ):
                 mine.share(theirs, logits)
                 free -= 1
 
