@@ -8,6 +8,11 @@ from dataclasses import dataclass, field
 from kvdb.errors import UsageError
 from kvdb.identity import DEFAULT_BLOCK_TOKENS
 
+# mlx-lm's cache classes that several requests can decode with together (engine/batchkinds.py). One
+# whose model has another one decodes alone, as does one in exact mode.
+TOGETHER = ("ArraysCache", "CacheList", "KVCache", "QuantizedKVCache", "RotatingKVCache")
+ALONE = ("ChunkedKVCache", "ConcatenateKVCache")
+
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:

@@ -16,10 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
+from engine import cachekinds
 from engine.batch import MAX_RATIO, MAX_WASTE, Decoder, Seat, partition
-from engine.batchkinds import alone_reason, join, share, view
+from engine.batchkinds import KINDS, alone_reason, join, share, view
 from engine.events import Priority
 from engine.mlxlm import GROWTH
+from engine.options import ALONE, TOGETHER
 from engine.order import Order
 
 
@@ -166,6 +168,8 @@ def test_a_shared_state_is_not_changed_by_the_other() -> None:
 
 
 def test_what_has_no_batch_form_says_so() -> None:
+    assert {kind.__name__ for kind in KINDS} == set(TOGETHER)
+    assert not {kind.__name__ for kind in cachekinds.KINDS} - {*TOGETHER, *ALONE}
     assert alone_reason([KVCache(), RotatingKVCache(8), CacheList(KVCache())]) is None
     assert "ChunkedKVCache" in (alone_reason([CacheList(KVCache(), ChunkedKVCache(8))]) or "")
     assert "keep" in (alone_reason([RotatingKVCache(8, keep=4)]) or "")

@@ -21,7 +21,7 @@ from kvdb.store import Store
 
 
 def crowd(count: int, seed: int, *, ranked: bool) -> list[Request]:
-    """One in seven is interactive and short. Not ``ranked``, the same crowd is served as it comes."""
+    """One in seven is interactive and short. Not ``ranked``, all are served as they come."""
     dice = random.Random(seed)
     requests = []
     for number in range(count):
