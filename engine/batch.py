@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from engine import batchkinds, mlxlm
+from engine.logits import Logits, Row
 
 # At most this share of a batch's tokens may be padding.
 MAX_WASTE = 0.5
@@ -171,16 +172,17 @@ class Decoder:
             for row, seat in enumerate(batch.rows):
                 seat.enter(batch, row)
 
-    def forward(self, group: Sequence[Seat], tokens: Sequence[mx.array]) -> dict[Seat, mx.array]:
-        """Put one token a request, each ``(1,)``, through the model: each one's logits,
-        ``(1, vocabulary)``, under way. ``group`` is one of the groups, or one that stands alone."""
+    def forward(self, group: Sequence[Seat], tokens: Sequence[mx.array]) -> dict[Seat, Row]:
+        """Put one token a request, each ``(1,)``, through the model: each one's logits, under way.
+        ``group`` is one of the groups, or one that stands alone."""
         batch = group[0].batch
         layers = group[0].caches if batch is None else batch.layers
         logits = self._model(mx.concatenate(list(tokens))[:, None], layers)[:, -1, :]
         for seat in group:
             seat.length += 1
         mlxlm.start(logits)
-        return {seat: logits[row : row + 1] for row, seat in enumerate(group)}
+        every = Logits(logits)
+        return {seat: Row(every, index) for index, seat in enumerate(group)}
 
     @property
     def padded_nbytes(self) -> int:

@@ -18,6 +18,7 @@ from engine.batch import Seat
 from engine.boundaries import NO_BOUNDARIES, boundaries
 from engine.events import End, Event, FinishReason, Progress, Request, Skip, Stats, Token
 from engine.live import LiveState
+from engine.logits import Row
 from engine.plan import Compute, Jump, Plan, Refill, plan
 from engine.prefill import Prefill
 from engine.recorder import Recorder
@@ -148,7 +149,7 @@ class Generation:
             running = None if other._lease is None else other._lease.sequence
             other._recorder = self._recorder.forked(other._live, running)
 
-    def events(self) -> Generator[Event | Turn, mx.array, None]:
+    def events(self) -> Generator[Event | Turn, Row, None]:
         """Run to the end. The lease is released whatever happens."""
         self._queued_ms = _since(self._started)
         try:
@@ -175,16 +176,16 @@ class Generation:
         self._queued_ms = _since(self._started)
         return End(reason, "", self._stats(), self._index)
 
-    def _answer(self) -> Generator[Event | Turn, mx.array, None]:
+    def _answer(self) -> Generator[Event | Turn, Row, None]:
         if self._shared is None:
             choice = yield from self._begin()
         else:
-            choice = self._choose(self._shared)
+            choice = self._choose(Row.alone(self._shared))
             yield self._emit(choice)
         if self._finish is None and self._live is not None:
             yield from self._decode(choice, self._live)
 
-    def _begin(self) -> Generator[Event | Turn, mx.array, Choice]:
+    def _begin(self) -> Generator[Event | Turn, Row, Choice]:
         """The state of the whole prompt, and the first token."""
         steps = yield from self._look_up()
         logits: mx.array | None = None
@@ -195,7 +196,7 @@ class Generation:
                 steps = self._plan(logits_ok=False)
             else:
                 # Sampled before any payload is read: the state is restored behind it.
-                choice = self._choose(logits)
+                choice = self._choose(Row.alone(logits))
                 yield self._emit(choice)
         if choice is not None and logits is not None and self._ends_here():
             self._settle(steps)
@@ -209,7 +210,7 @@ class Generation:
         if logits is None:
             raise RuntimeError("a plan gave no logits")
         if choice is None:
-            choice = self._choose(logits)
+            choice = self._choose(Row.alone(logits))
             yield self._emit(choice)
         if self._recorder is not None and raw is not None:
             # What the last forward computed, and the logits after it.
@@ -225,7 +226,7 @@ class Generation:
 
     # -- what is stored ----------------------------------------------------------------------
 
-    def _look_up(self) -> Generator[Turn, mx.array, Plan]:
+    def _look_up(self) -> Generator[Turn, Row, Plan]:
         began = time.perf_counter()
         if self._storage is not None and self._request.read:
             # What earlier requests left in the writer's queue is part of the store.
@@ -365,10 +366,10 @@ class Generation:
 
     # -- generating --------------------------------------------------------------------------
 
-    def _choose(self, logits: mx.array, before: mx.array | None = None) -> Choice:
+    def _choose(self, row: Row, before: mx.array | None = None) -> Choice:
         if self._worker.observe is not None:
-            self._worker.observe(logits)
-        return self._chooser.choose(logits, before)
+            self._worker.observe(row.raw)
+        return self._chooser.choose(row, before)
 
     def _emit(self, choice: Choice) -> Token:
         token = int(mlxlm.scalar(choice.token))
@@ -381,7 +382,7 @@ class Generation:
         logprob, best = top_logprobs(choice, self._request.logprobs)
         return Token(token, text, logprob, best, self._index)
 
-    def _decode(self, first: Choice, live: LiveState) -> Generator[Event | Turn, mx.array, None]:
+    def _decode(self, first: Choice, live: LiveState) -> Generator[Event | Turn, Row, None]:
         """Generate after the first token. The next forward is under way while a token is handed
         out, so the last token's state is usually there too."""
         pending = yield from self._forward(first, live)
@@ -397,18 +398,18 @@ class Generation:
                 break
             pending = following
 
-    def _forward(self, choice: Choice, live: LiveState) -> Generator[Turn, mx.array, Choice]:
+    def _forward(self, choice: Choice, live: LiveState) -> Generator[Turn, Row, Choice]:
         """Have a chosen token put through the model and choose the next; nothing waits here."""
         try:
-            logits = yield Forward(choice.token, live.seat, self._alone is not None)
+            row = yield Forward(choice.token, live.seat, self._alone is not None)
         except StateLost:
             choice = yield from self._recompute(choice, live)
-            logits = yield Forward(choice.token, live.seat, True)
+            row = yield Forward(choice.token, live.seat, True)
         self._fed += 1
         self._shared_steps += live.seat.batch is not None
-        return self._choose(logits, choice.token)
+        return self._choose(row, choice.token)
 
-    def _recompute(self, choice: Choice, live: LiveState) -> Generator[Turn, mx.array, Choice]:
+    def _recompute(self, choice: Choice, live: LiveState) -> Generator[Turn, Row, Choice]:
         """Compute the state anew, up to the token that is to be put through the model."""
         self._alone = "a forward with others failed"
         live.seat.sit(self._worker.new_caches(), 0)
@@ -422,9 +423,9 @@ class Generation:
         logits = prefill.last(last, end)
         live.seat.length = end
         if self._fed < len(self._generated):
-            return Choice(mx.array(self._generated[self._fed : self._fed + 1]), choice.logprobs)
+            return Choice(mx.array(self._generated[self._fed : self._fed + 1]), choice.row)
         self._chooser.rewind(tokens, self._fed)
-        return self._choose(logits)
+        return self._choose(Row.alone(logits))
 
     def _keep_generated(self, *, final: bool) -> None:
         """Store the state that decoding added: whole blocks as they fill, the tail at the end."""
@@ -439,7 +440,7 @@ class Generation:
         self._recorder.feed(tokens, self._kept, total, tail=final, decoded=True)
         self._kept = total
 
-    def _hold(self) -> Generator[Turn, mx.array, None]:
+    def _hold(self) -> Generator[Turn, Row, None]:
         """Hold the state in the store for as long as the request says."""
         tip, ttl = self._tip_hash(), self._request.ttl_seconds
         if ttl is None or tip is None or self._recorder is None or self._storage is None:

@@ -18,6 +18,7 @@ import numpy as np
 from engine import mlxlm
 from engine.batch import Decoder, Seat
 from engine.events import End, Event, FinishReason, Load, Priority, Progress, Request
+from engine.logits import Row
 from engine.order import Order
 from engine.turns import Cancelled, Forward, PromptEnd, StateLost, Turn, Wait
 from kvdb.errors import OutOfMemory, QuotaExceeded
@@ -53,7 +54,7 @@ class Run:
     def __init__(self, client: Client, generation: Generation) -> None:
         self.client = client
         self.generation = generation
-        self.coroutine: Generator[Event | Turn, mx.array, None] | None = None
+        self.coroutine: Generator[Event | Turn, Row, None] | None = None
         self.forward: Forward | None = None
         self.wait: Wait | None = None
         self.claim: Claim | None = None  # memory for its state
@@ -277,7 +278,7 @@ class Scheduler:
         self._resume(run, lambda coroutine: next(coroutine))
 
     def _resume(
-        self, run: Run, how: Callable[[Generator[Event | Turn, mx.array, None]], Event | Turn]
+        self, run: Run, how: Callable[[Generator[Event | Turn, Row, None]], Event | Turn]
     ) -> None:
         """Let a coroutine go on until it gives up its turn, decodes, or ends."""
         run.forward = None
@@ -340,7 +341,7 @@ class Scheduler:
             return False
         forwards = {run: run.forward for run in runs if run.forward is not None}
         together = [run for run in runs if not forwards[run].alone]
-        rows: dict[Seat, mx.array] = {}
+        rows: dict[Seat, Row] = {}
         try:
             self._decoder.arrange([forwards[run].seat for run in together], self._fits)
             tokens = {forwards[run].seat: forwards[run].token for run in together}
@@ -374,8 +375,8 @@ class Scheduler:
         else:
             self._give(run, rows[forward.seat])
 
-    def _give(self, run: Run, logits: mx.array) -> None:
-        self._resume(run, lambda coroutine: coroutine.send(logits))
+    def _give(self, run: Run, row: Row) -> None:
+        self._resume(run, lambda coroutine: coroutine.send(row))
 
     def _lost(self, run: Run, error: Exception) -> None:
         """A step of several failed: each goes on alone, so that only who is at fault fails."""

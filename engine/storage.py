@@ -108,7 +108,6 @@ class Storage:
     def written(self, tokens: Tokens) -> Callable[[], bool]:
         """A question whether all queued puts are done that the look-up of ``tokens`` could meet;
         its answer is yes in any case after some seconds, as on a stalled disk."""
-        self._queued = [queued for queued in self._queued if not queued.ticket.done]
         tickets = [queued.ticket for queued in self._queued if queued.meets(tokens)]
         until = time.monotonic() + FLUSH_SECONDS
         return lambda: all(ticket.done for ticket in tickets) or time.monotonic() > until
@@ -194,6 +193,7 @@ class Storage:
         )
         if ticket is not None:
             start = payloads[0].index * self.namespace.block_tokens
+            self._queued = [queued for queued in self._queued if not queued.ticket.done]
             self._queued.append(_Queued(tokens, start, ticket))
 
     def record(self, record: RequestRecord) -> None:

@@ -15,7 +15,7 @@ from engine.events import FinishReason
 class Forward:
     """``token``, ``(1,)`` and maybe pending, is to go through the model behind ``seat``'s state.
 
-    The raw logits after it, ``(1, vocabulary)``, are sent back. ``alone``: in a forward of its own.
+    The logits after it are sent back. ``alone``: in a forward of its own.
     """
 
     token: mx.array

@@ -98,7 +98,10 @@ def test_another_question_on_the_same_prefix_computes_the_rest(tmp_path: Path) -
     assert warm["logprobs"] == pytest.approx(cold["logprobs"], abs=1e-3)
 
 
-COUNTRIES = ["France", "Italy", "Spain", "Japan", "Egypt", "Peru", "Norway", "Kenya", "Cuba", "India", "Chile", "Greece", "Iraq", "Nepal", "Poland", "Oman"]
+COUNTRIES = (
+    *("France", "Italy", "Spain", "Japan", "Egypt", "Peru", "Norway", "Kenya"),
+    *("Cuba", "India", "Chile", "Greece", "Iraq", "Nepal", "Poland", "Oman"),
+)
 
 
 @pytest.mark.slow
