@@ -155,17 +155,29 @@ def test_a_row_is_what_it_would_be_alone(kind: type, lengths: list[int], more: i
         assert content(own) == content(cache)
 
 
-def test_a_shared_state_is_not_changed_by_the_other() -> None:
-    for kind in (KVCache, RotatingKVCache, ArraysCache):
-        cache = filled(kind, 30, 1)
-        before = content(cache)
-        other = share(cache)
-        if kind is ArraysCache:
-            other[0] = other[0] + 1
-        else:
-            other.update_and_fetch(mx.ones((1, 2, 1, 4)), mx.ones((1, 2, 1, 4)))
-        assert content(cache) == before
-        assert content(other) != before
+def test_sharers_of_a_state_do_not_see_each_others_tokens() -> None:
+    for kind in (KVCache, RotatingKVCache, ArraysCache, CacheList):
+        first, alone = filled(kind, 30, 1), [filled(kind, 30, 1) for _ in range(2)]
+        second = share(first)
+        for step in range(20):
+            append(second, step + 100.0)
+            append(first, float(step))
+        for step in range(20):
+            append(alone[0], float(step))
+            append(alone[1], step + 100.0)
+        assert [content(first), content(second)] == [content(cache) for cache in alone]
+
+
+def append(cache: Any, value: float) -> None:
+    if isinstance(cache, CacheList):
+        for inner in cache.caches:
+            append(inner, value)
+    elif isinstance(cache, ArraysCache):
+        cache[0] = cache[0] + value
+        cache[1][:, 0] = value
+    else:
+        token = mx.full((1, 2, 1, 4), value)
+        cache.update_and_fetch(token, -token)
 
 
 def test_what_has_no_batch_form_says_so() -> None:

@@ -147,6 +147,23 @@ def test_a_shared_beginning_is_computed_once(tiny: Path, store: Store, make_engi
     assert all(576 <= s.restored_tokens <= 600 for s in stats[1:])
 
 
+def test_an_urgent_request_waits_for_a_beginning_that_is_being_computed(
+    tiny: Path, store: Store, make_engine: Any
+) -> None:
+    """It lends its urgency to the one that computes it, and goes on from there."""
+    engine = make_engine(store, tiny, block_tokens=64, step=64)
+    system = prompt_tokens(1500, seed=9)
+    slow = engine.generate(
+        Request(tokens=[*system, *prompt_tokens(1500, 1)], max_tokens=2, priority="batch")
+    )
+    next(e for e in slow if isinstance(e, Progress) and e.done >= 192)
+    urgent = run(engine, [*system, *prompt_tokens(30, 2)], max_tokens=2)
+    assert urgent.stats.restored_tokens >= 1472
+    ended = list(slow)
+    assert sum(isinstance(event, Progress) for event in ended) > 10  # it was first
+    assert engine.call(forwarded) <= 3000 + 30 + 64 + 2
+
+
 def test_a_long_prompt_gives_way_and_keeps_its_work(
     tiny: Path, store: Store, make_engine: Any
 ) -> None:
