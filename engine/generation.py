@@ -15,10 +15,11 @@ from engine.events import End, Event, FinishReason, Progress, Request, Skip, Sta
 from engine.live import LiveState
 from engine.plan import Compute, Jump, Plan, Refill, plan
 from engine.prefill import Cancelled, Prefill
+from engine.prompt.encode import encode
 from engine.recorder import Recorder
 from engine.restore import Buffers, capacity_for, logits_array, logits_bytes
 from engine.sampling import Choice, Chooser, top_logprobs
-from engine.text import Output, encode
+from engine.text import Output
 from kvdb.history import RequestRecord
 from kvdb.identity import as_tokens, chain_hashes
 
@@ -37,15 +38,23 @@ class Generation:
     """The state of one request, from its tokens to its record."""
 
     def __init__(
-        self, worker: Worker, request: Request, cancelled: Callable[[], bool], load_ms: float
+        self,
+        worker: Worker,
+        request: Request,
+        cancelled: Callable[[], bool],
+        load_ms: float,
+        warmup_ms: float,
     ) -> None:
         self._started, self._started_us = time.perf_counter(), time.time_ns() // 1000
         self._worker = worker
         self._request = request
         self._cancelled = cancelled
-        self._load_ms = load_ms
+        self._load_ms, self._warmup_ms = load_ms, warmup_ms
         loaded = worker.loaded
-        self._prompt = encode(request, loaded.tokenizer, loaded.context, worker.vocabulary)
+        self._given = encode(
+            request, loaded.prompts, loaded.context, worker.vocabulary, loaded=loaded.tokenizer
+        )
+        self._prompt = self._given.tokens
         self._room = self._generation_room(loaded.context)
         self._chooser = Chooser(request.sampling, self._prompt, worker.vocabulary)
         self._output = Output(request, loaded.tokenizer, loaded.eos, self._room)
@@ -69,6 +78,9 @@ class Generation:
         self._prompt_forwarded: int | None = None
         self._lookup_ms = self._restore_ms = self._prefill_ms = 0.0
         self._first_token_ms: float | None = None
+        self._first_sample_ms: float | None = None
+        self._logits_at = self._started  # when the first token could be sampled
+        self._from_stored_logits = False
         self._damaged = False
 
     def events(self) -> Iterator[Event]:
@@ -92,16 +104,13 @@ class Generation:
         yield End(self._finish or "length", self._output.rest(), stats)
 
     def _answer(self) -> Iterator[Event]:
-        steps = self._look_up()
+        steps, logits = self._look_up()
         choice = None
-        if steps.stored_logits:
-            logits = self._stored_logits()
-            if logits is None:
-                steps = self._plan(logits_ok=False)
-            else:
-                # Sampled before any payload is read: the state is restored behind it.
-                choice = self._choose(logits)
-                yield self._emit(choice)
+        if logits is not None:
+            # Sampled before any payload is read: the state is restored behind it.
+            self._from_stored_logits = True
+            choice = self._choose(logits)
+            yield self._emit(choice)
         if self._finish is not None:
             self._settle(steps)
             return
@@ -121,15 +130,22 @@ class Generation:
 
     # -- what is stored ----------------------------------------------------------------------
 
-    def _look_up(self) -> Plan:
+    def _look_up(self) -> tuple[Plan, mx.array | None]:
+        """What to do, and the stored logits that the answer begins from, if it does."""
         began = time.perf_counter()
+        self._warmup_ms += (began - self._started) * 1e3
         if self._storage is not None and self._request.read:
             self._lease = self._storage.lease(
                 self._prompt, self._request.reuse, self._request.tenant
             )
-        steps = self._plan()
+        steps, logits = self._plan(), None
+        if steps.stored_logits:
+            logits = self._stored_logits()
+            if logits is None:
+                steps = self._plan(logits_ok=False)
         self._lookup_ms = _since(began)
-        return steps
+        self._logits_at = time.perf_counter()
+        return steps, logits
 
     def _plan(self, **without: Any) -> Plan:
         found = None if self._lease is None else self._lease.match
@@ -234,6 +250,7 @@ class Generation:
                     self._computed += part.end - self._last_start
         finally:
             self._prefill_ms = _since(began)
+            self._logits_at = time.perf_counter()
         live.seek(len(self._prompt))
         return logits
 
@@ -272,6 +289,7 @@ class Generation:
         token = int(mlxlm.scalar(choice.token))
         if self._first_token_ms is None:
             self._first_token_ms = _since(self._started)
+            self._first_sample_ms = _since(self._logits_at)
         self._generated.append(token)
         text, self._finish = self._output.feed(token)
         if self._request.logprobs is None:
@@ -333,6 +351,7 @@ class Generation:
         reason = None if self._lease is None else self._lease.match.miss_reason
         return Stats(
             prompt_tokens=len(self._prompt),
+            matched_tokens=self._matched(),
             restored_tokens=self._restored,
             refilled_tokens=self._refilled,
             computed_tokens=self._computed,
@@ -344,9 +363,12 @@ class Generation:
             bytes_read=self._read_nbytes,
             bytes_ram=self._ram_nbytes,
             load_ms=self._load_ms,
+            warmup_ms=self._warmup_ms,
             lookup_ms=self._lookup_ms,
             restore_ms=self._restore_ms,
             prefill_ms=self._prefill_ms,
+            first_sample_ms=self._first_sample_ms,
+            behind_ms=self._restore_ms + self._prefill_ms if self._from_stored_logits else 0.0,
             first_token_ms=self._first_token_ms,
             total_ms=_since(self._started),
         )
@@ -360,6 +382,7 @@ class Generation:
                 namespace_id=self._storage.namespace.id,
                 # A cancelled prompt counts as far as it got.
                 prompt_tokens=self._restored + self._refilled + self._computed,
+                matched_tokens=stats.matched_tokens,
                 restored_tokens=self._restored,
                 refilled_tokens=self._refilled,
                 computed_tokens=self._computed,
@@ -371,15 +394,35 @@ class Generation:
                 deepest_block_id=None if self._lease is None else self._lease.match.tip_id,
                 tip_hash=self._tip_hash(),
                 bytes_read=self._read_nbytes,
-                load_ms=self._load_ms,
-                lookup_ms=self._lookup_ms,
-                restore_ms=self._restore_ms,
-                prefill_ms=self._prefill_ms,
-                first_token_ms=self._first_token_ms,
+                bytes_ram=self._ram_nbytes,
+                load_ms=stats.load_ms,
+                warmup_ms=stats.warmup_ms,
+                lookup_ms=stats.lookup_ms,
+                restore_ms=stats.restore_ms,
+                prefill_ms=stats.prefill_ms,
+                first_sample_ms=stats.first_sample_ms,
+                behind_ms=stats.behind_ms,
+                first_token_ms=stats.first_token_ms,
                 total_ms=stats.total_ms,
                 touched=self._touched,
-            )
+                unstored=self._unstored(),
+            ),
+            () if self._recorder is None else self._recorder.tickets,
+            self._given.segments,
         )
+
+    def _unstored(self) -> str | None:
+        """Why the state of this request was not kept, where that was meant."""
+        if not self._request.store:
+            return "store_off"
+        return "cancelled" if self._finish == "cancelled" else None
+
+    def _matched(self) -> int:
+        """Tokens of the prompt that the store knew, holes included."""
+        if self._lease is None:
+            return 0
+        match = self._lease.match
+        return match.token_count + (0 if match.shared is None else match.shared.token_count)
 
     def _tip_hash(self) -> bytes | None:
         """Hash of the block that the stored state of this request ends in."""

@@ -23,6 +23,7 @@ VERBS: Mapping[str, str] = {
     "demo": "Show on a small real model what the store saves.",
     "doctor": "Check this machine, the settings and the store.",
     "evict": "Remove blocks nobody holds until the store is small enough.",
+    "explain": "Say how much of a prompt would hit, where it stops, and why.",
     "generate": "Generate text; prompts computed once are never computed again.",
     "info": "Show what the store holds and how large it is.",
     "ls": "List blocks, shards, namespaces, sequences or requests.",
