@@ -33,7 +33,7 @@ VERBS: Mapping[str, str] = {
     "query": "Ask the store in SQL.",
     "quota": "Bound what a tenant or a namespace may have stored.",
     "rebuild": "Make the index anew from the shards.",
-    "sequences": "List, show, fork and drop named sequences.",
+    "sequences": "Keep state under a name: save, list, show, fork, drop.",
     "simulate": "Replay a trace: what would hit at which size and policy.",
     "unpin": "Let a pinned block go.",
     "verify": "Check that the store is what it should be; repair it.",

@@ -35,6 +35,17 @@ def store_option(function: Function) -> Function:
     )(function)
 
 
+def max_memory_option(function: Function) -> Function:
+    """``--max-memory``: what the engine's process may hold."""
+    return setting_option(
+        "max_memory",
+        "--max-memory",
+        metavar="SIZE",
+        help="Most memory of the process: 8GB, or 50% of the machine's. Longer prefills go in "
+        "shorter steps; what cannot fit is refused.",
+    )(function)
+
+
 def settings() -> Settings:
     """All settings, with the flags given so far on top. Raises UsageError."""
     from kvdb import config
