@@ -54,9 +54,14 @@ def settings() -> Settings:
 
 
 def open_store(
-    values: Settings | None = None, *, read_only: bool = False, create: bool = False
+    values: Settings | None = None,
+    *,
+    read_only: bool = False,
+    create: bool = False,
+    ram: bool = False,
 ) -> Store:
-    """Open the store that the settings name. Raises what :func:`kvdb.open` raises."""
+    """Open the store that the settings name; with ``ram``, which is of use to a process that answers
+    more than one request, with its RAM tier. Raises what :func:`kvdb.open` raises."""
     import kvdb
 
     values = values or settings()
@@ -69,6 +74,9 @@ def open_store(
         durability=values["durability"],
         codec=values["codec"],
         queue_bytes=values["queue_bytes"],
+        ram=values["ram"] if ram else 0,
+        read_workers=values["read_workers"],
+        read_ahead=values["read_ahead"],
         history_requests=values["history_requests"],
         history_evictions=values["history_evictions"],
         history_hours=values["history_hours"],
