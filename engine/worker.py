@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -25,6 +25,7 @@ from engine.storage import Storage
 from kvdb.errors import KvdbError, ModelError, UsageError
 from kvdb.identity import check_block_tokens
 from kvdb.layout import Layout
+from kvdb.ramtier import RamTier
 
 if TYPE_CHECKING:
     from kvdb.store import Store
@@ -65,19 +66,27 @@ class Worker:
         self.description = mlxlm.build_description(self.model.model, blas)
         self.storage = None if store is None else self._storage(store, options.salt)
         self._load_ms = self.loaded.load_seconds * 1e3
-        self._store = store
-        tiers = () if store is None else (store.ram, store.device_ram)
-        self.guard = Guard(options.max_memory, gauges(), tiers) if guard is None else guard
+        self._store = None if self.storage is None else store
+        self.guard = guard or Guard(options.max_memory, gauges())
+        for tier in self._tiers():
+            self.guard.include(tier)
         self.guard.settle()
         self.steps = self.guard.steps(self.block_tokens)
-        if store is not None and not mlxlm.host_memory():
-            store.device_ram.resize(min(store.ram.budget, mlxlm.device_bytes() // DEVICE_SHARE))
         self._warmup_ms = (time.perf_counter() - began) * 1e3 - self._load_ms
 
     def new_caches(self) -> list[Any]:
         """Empty caches of the model; UsageError where ``kv_bits`` does not fit it."""
         options = self.loaded.options
         return mlxlm.new_cache(self.model.model, options.kv_bits, options.kv_group_size)
+
+    def _tiers(self) -> Sequence[RamTier[Any]]:
+        """The store's RAM tiers, that of a device with its budget."""
+        store = self._store
+        if store is None:
+            return ()
+        if not mlxlm.host_memory():
+            store.device_ram.resize(min(store.ram.budget, mlxlm.device_bytes() // DEVICE_SHARE))
+        return store.ram, store.device_ram
 
     def claim(self, tokens: int, cancelled: Callable[[], bool]) -> Claim:
         """Memory for the state of ``tokens`` tokens, waiting while others hold it. Raises

@@ -60,8 +60,8 @@ def open_store(
     create: bool = False,
     ram: bool = False,
 ) -> Store:
-    """Open the store that the settings name; with ``ram``, which is of use to a process that answers
-    more than one request, with its RAM tier. Raises what :func:`kvdb.open` raises."""
+    """Open the store that the settings name, with its RAM tier if ``ram``: of use to a process that
+    answers more than one request. Raises what :func:`kvdb.open` raises."""
     import kvdb
 
     values = values or settings()
