@@ -365,8 +365,8 @@ def _limit(database: Database, root: Path, options: Options) -> Limit:
     with database.read() as connection:
         settings = dict(connection.execute("SELECT key, value FROM settings").fetchall())
     given = {key: getattr(options, key) for key in REMEMBERED}
-    if any(value is not None and value < 0 for value in given.values()):
-        raise UsageError("Sizes and numbers of rows must not be negative.")
+    if any(value is not None and not 0 <= value < 1 << 63 for value in given.values()):
+        raise UsageError("Sizes and numbers of rows are whole numbers from 0 on, below 2^63.")
     changed = {
         key: str(value)
         for key, value in given.items()

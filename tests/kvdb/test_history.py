@@ -202,8 +202,9 @@ def test_rebuild_keeps_totals_and_does_not_count_twice(path: Path) -> None:
 
 
 def test_how_much_history_is_kept_is_a_setting(path: Path) -> None:
-    with pytest.raises(UsageError, match="negative"):
-        kvdb.open(path, history_requests=-1)
+    for wrong in (-1, 1 << 63):
+        with pytest.raises(UsageError, match="whole numbers"):
+            kvdb.open(path, history_requests=wrong)
     kvdb.open(path, history_requests=3, history_hours=2).close()
     with kvdb.open(path) as store:
         for hour in range(6):
