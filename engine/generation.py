@@ -230,6 +230,7 @@ class Generation:
         if self._buffers is None:
             return
         pieces = self._buffers.jump(jump, live, self._worker.block_tokens)
+        self._at = 0  # the caches no longer stand where prefilling left them
         if self._recorder is not None:
             self._recorder.resume(jump.end, pieces)
 
@@ -246,7 +247,8 @@ class Generation:
             yield Progress(self._restored + self._refilled + self._computed, len(self._prompt))
 
     def _keep_cut_short(self) -> None:
-        """A prompt that was cancelled leaves its state where it got to."""
+        """A prompt that was cancelled leaves its state where it got to, if that is where the
+        caches stand."""
         if self._recorder is not None and self._at and not self._generated:
             self._recorder.keep_state(self._prompt, self._at)
 
@@ -319,7 +321,6 @@ class Generation:
     def _stats(self) -> Stats:
         forwarded = self._worker.model.forwarded - self._base
         at_prompt = self._prompt_forwarded
-        reason = None if self._lease is None else self._lease.match.miss_reason
         return Stats(
             prompt_tokens=len(self._prompt),
             restored_tokens=self._restored,
@@ -329,7 +330,7 @@ class Generation:
             forwarded_tokens=forwarded,
             forwarded_prompt_tokens=forwarded if at_prompt is None else at_prompt,
             skip=self._skip,
-            miss_reason="damaged" if self._damaged else reason,
+            miss_reason=self._miss_reason(),
             bytes_read=self._read_nbytes,
             load_ms=self._load_ms,
             lookup_ms=self._lookup_ms,
@@ -338,6 +339,18 @@ class Generation:
             first_token_ms=self._first_token_ms,
             total_ms=_since(self._started),
         )
+
+    def _miss_reason(self) -> str | None:
+        if self._damaged:
+            return "damaged"
+        if self._lease is None:
+            return None
+        match = self._lease.match
+        # Blocks are there that no plan could use: no state, or no window, is stored at their end.
+        covered = self._restored + self._refilled
+        if covered + self._worker.block_tokens < match.live_prefix_tokens:
+            return "no_boundary"
+        return match.miss_reason
 
     def _record(self, stats: Stats) -> None:
         if self._storage is None:

@@ -17,6 +17,7 @@ from zoo import SPECIES, WINDOW, write_species
 import kvdb
 from engine import Engine, Request
 from engine.storage import Storage
+from kvdb.reader import Damaged
 from kvdb.store import Store
 
 LONG = prompt_tokens(200, seed=3)
@@ -51,6 +52,7 @@ def test_trim_past_a_sliding_window(models: dict[str, Path], store: Store, speci
         warm = run(engine, changed, **SHORT)
     assert len(LONG) > 4 * WINDOW
     assert warm.stats.restored_tokens == 45
+    assert warm.stats.miss_reason == "diverged"
     assert equal(cold(models, species, changed), warm, "max")
 
 
@@ -127,6 +129,7 @@ def test_incomplete_hybrid_snapshot(models: dict[str, Path], store: Store, speci
             connection.execute("DELETE FROM parts WHERE part LIKE 'state:%'")
         warm = run(engine, PROMPT, **SHORT)
         assert warm.stats.restored_tokens == 0
+        assert warm.stats.miss_reason == "no_boundary"
         assert equal(cold(models, species, PROMPT), warm, "max")
         again = run(engine, PROMPT, **SHORT)
         assert again.stats.skip == "full"
@@ -145,6 +148,26 @@ def test_aborted_prefill_discarded(models: dict[str, Path], store: Store, specie
     assert warm.stats.restored_tokens >= 96
     assert warm.stats.restored_tokens % BLOCK == 0
     assert equal(cold(models, species, LONG), warm, "max")
+
+
+def test_cancelled_between_a_refill_and_the_rest(models: dict[str, Path], store: Store) -> None:
+    """The caches have jumped on from where refilling ended: their state is not that place's."""
+    species = "falcon_h1 (CacheList)"
+    with open_engine(store, models[species], species) as engine:
+        run(engine, LONG[:70], boundaries=(2 * BLOCK, 4 * BLOCK), **SHORT)
+        namespace = engine.call(lambda worker: worker.storage.namespace)
+        block = store.match(namespace, LONG[:70]).blocks[1]
+        location = store.locate([block.id])[block.id, "kv:1"]
+        store.report_damage(location, Damaged("on purpose"))
+        events = engine.generate(Request(tokens=LONG, **SHORT))
+        for event in events:  # the refill is done, the jump is next
+            if getattr(event, "done", 0) >= 70:
+                break
+        events.close()  # type: ignore[attr-defined]
+        engine.call(lambda worker: store.flush())
+        for tokens in (LONG, [*LONG[:20], *PROMPT]):
+            warm = run(engine, tokens, **SHORT)
+            assert equal(cold(models, species, tokens), warm, "max")
 
 
 @pytest.mark.parametrize("part", ["kv:0", "kv:1", "state"])

@@ -18,6 +18,7 @@ NAME = "gemma3-270m"
 MISSING = f"{NAME} is not in {models_folder()}: run `kvdb models pull {NAME}`"
 pytestmark = [
     pytest.mark.model,
+    pytest.mark.slow,
     pytest.mark.skipif(not (models_folder() / NAME).is_dir(), reason=MISSING),
 ]
 
@@ -36,7 +37,7 @@ with kvdb.open(sys.argv[1], min_free_bytes=0) as store, Engine(store, "gemma3-27
 
 FACTS = " ".join(
     f"In the year {1900 + 7 * n} the town of number {n} had {113 * n + 29} people and a river."
-    for n in range(28)
+    for n in range(24)
 )
 END = " The capital of France is the city of"
 
@@ -58,7 +59,7 @@ def ask(store: Path, *requests: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_a_prompt_longer_than_the_window_continues_in_a_new_process(tmp_path: Path) -> None:
     (cold,) = ask(tmp_path / "store", {"text": FACTS + END})
-    assert cold["prompt_tokens"] > 2 * 512
+    assert cold["prompt_tokens"] > 512 + 64
     assert "Paris" in cold["text"]
     earlier = FACTS[: len(FACTS) // 2] + END  # where the window has long passed
     again, diverged, reference = ask(
@@ -70,7 +71,7 @@ def test_a_prompt_longer_than_the_window_continues_in_a_new_process(tmp_path: Pa
     assert (again["skip"], again["forwarded_prompt_tokens"]) == ("full", 0)
     assert again["ids"] == cold["ids"]
     assert again["logprobs"] == pytest.approx(cold["logprobs"], abs=1e-3)
-    assert diverged["restored_tokens"] > 400
+    assert diverged["restored_tokens"] > 250
     assert diverged["computed_tokens"] < 30
     assert diverged["ids"] == reference["ids"]
     assert diverged["logprobs"] == pytest.approx(reference["logprobs"], abs=1e-3)
