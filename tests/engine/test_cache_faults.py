@@ -159,13 +159,16 @@ def test_cancelled_between_a_refill_and_the_rest(models: dict[str, Path], store:
         block = store.match(namespace, LONG[:70]).blocks[1]
         location = store.locate([block.id])[block.id, "kv:1"]
         store.report_damage(location, Damaged("on purpose"))
-        events = engine.generate(Request(tokens=LONG, **SHORT))
-        for event in events:  # the refill is done, the jump is next
-            if getattr(event, "done", 0) >= 70:
-                break
-        events.close()  # type: ignore[attr-defined]
+
+        def cancel_after_the_refill(worker: Any) -> int:
+            began = worker.model.forwarded
+            request = Request(tokens=LONG, **SHORT)
+            list(worker.run(request, lambda: worker.model.forwarded > began))
+            return int(worker.model.forwarded - began)
+
+        assert engine.call(cancel_after_the_refill) == 2 * BLOCK
         engine.call(lambda worker: store.flush())
-        for tokens in (LONG, [*LONG[:20], *PROMPT]):
+        for tokens in (LONG, [*LONG[:40], *PROMPT]):  # the second has 32 to go on from
             warm = run(engine, tokens, **SHORT)
             assert equal(cold(models, species, tokens), warm, "max")
 

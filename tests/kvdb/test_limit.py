@@ -19,6 +19,7 @@ from tests.support import (
     BLOCK,
     PLAIN,
     check_prefix,
+    kv_layer,
     open_namespace,
     payloads,
     put_all,
