@@ -15,10 +15,11 @@ from engine.events import End, Event, FinishReason, Progress, Request, Skip, Sta
 from engine.live import LiveState
 from engine.plan import Compute, Jump, Plan, Refill, plan
 from engine.prefill import Cancelled, Prefill
+from engine.prompt.encode import encode
 from engine.recorder import Recorder
 from engine.restore import Buffers, capacity_for, logits_array, logits_bytes
 from engine.sampling import Choice, Chooser, top_logprobs
-from engine.text import Output, encode
+from engine.text import Output
 from kvdb.history import RequestRecord
 from kvdb.identity import as_tokens, chain_hashes
 
@@ -36,15 +37,23 @@ class Generation:
     """The state of one request, from its tokens to its record."""
 
     def __init__(
-        self, worker: Worker, request: Request, cancelled: Callable[[], bool], load_ms: float
+        self,
+        worker: Worker,
+        request: Request,
+        cancelled: Callable[[], bool],
+        load_ms: float,
+        warmup_ms: float,
     ) -> None:
         self._started, self._started_us = time.perf_counter(), time.time_ns() // 1000
         self._worker = worker
         self._request = request
         self._cancelled = cancelled
-        self._load_ms = load_ms
+        self._load_ms, self._warmup_ms = load_ms, warmup_ms
         loaded = worker.loaded
-        self._prompt = encode(request, loaded.tokenizer, loaded.context, worker.vocabulary)
+        self._given = encode(
+            request, loaded.prompts, loaded.context, worker.vocabulary, loaded=loaded.tokenizer
+        )
+        self._prompt = self._given.tokens
         self._room = self._generation_room(loaded.context)
         self._chooser = Chooser(request.sampling, self._prompt, worker.vocabulary)
         self._output = Output(request, loaded.tokenizer, loaded.eos, self._room)
@@ -61,6 +70,7 @@ class Generation:
         self._kept = len(self._prompt)  # tokens whose blocks were handed to the store
         self._finish: FinishReason | None = None
         self._restored = self._refilled = self._computed = 0
+        self._covered = 0  # tokens before those that are computed as the rest of the prompt
         self._skip: Skip = "none"
         self._read_nbytes = 0
         self._touched: tuple[int, ...] = ()
@@ -68,6 +78,9 @@ class Generation:
         self._prompt_forwarded: int | None = None
         self._lookup_ms = self._restore_ms = self._prefill_ms = 0.0
         self._first_token_ms: float | None = None
+        self._first_sample_ms: float | None = None
+        self._logits_at = self._started  # when the first token could be sampled
+        self._from_stored_logits = False
         self._damaged = False
 
     def events(self) -> Iterator[Event]:
@@ -87,16 +100,13 @@ class Generation:
         yield End(self._finish or "length", self._output.rest(), stats)
 
     def _answer(self) -> Iterator[Event]:
-        steps = self._look_up()
+        steps, logits = self._look_up()
         choice = None
-        if steps.stored_logits:
-            logits = self._stored_logits()
-            if logits is None:
-                steps = self._plan(logits_ok=False)
-            else:
-                # Sampled before any payload is read: the state is restored behind it.
-                choice = self._choose(logits)
-                yield self._emit(choice)
+        if logits is not None:
+            # Sampled before any payload is read: the state is restored behind it.
+            self._from_stored_logits = True
+            choice = self._choose(logits)
+            yield self._emit(choice)
         if self._finish is not None:
             self._settle(steps)
             return
@@ -116,15 +126,22 @@ class Generation:
 
     # -- what is stored ----------------------------------------------------------------------
 
-    def _look_up(self) -> Plan:
+    def _look_up(self) -> tuple[Plan, mx.array | None]:
+        """What to do, and the stored logits that the answer begins from, if it does."""
         began = time.perf_counter()
+        self._warmup_ms += (began - self._started) * 1e3
         if self._storage is not None and self._request.read:
             self._lease = self._storage.lease(
                 self._prompt, self._request.reuse, self._request.tenant
             )
-        steps = self._plan()
+        steps, logits = self._plan(), None
+        if steps.stored_logits:
+            logits = self._stored_logits()
+            if logits is None:
+                steps = self._plan(logits_ok=False)
         self._lookup_ms = _since(began)
-        return steps
+        self._logits_at = time.perf_counter()
+        return steps, logits
 
     def _plan(self, **without: Any) -> Plan:
         found = None if self._lease is None else self._lease.match
@@ -141,7 +158,7 @@ class Generation:
 
     def _settle(self, steps: Plan) -> None:
         """Take a plan as what is done: what it restores counts, and counts as used."""
-        self._restored, self._skip = steps.restored, steps.skip
+        self._restored, self._skip, self._covered = steps.restored, steps.skip, steps.start
         if self._lease is not None:
             match = self._lease.match
             used = [match.blocks[index].id for index in steps.reads]
@@ -163,9 +180,9 @@ class Generation:
             steps = self._read(steps, self._buffers, self._storage, self._lease.match)
         self._live = self._buffers.live(worker.new_caches())
         self._settle(steps)
-        self._boundaries = boundaries(
-            layout, worker.block_tokens, len(self._prompt), self._request.boundaries, exact=exact
-        )
+        prompt = len(self._prompt)
+        messages = self._message_ends() if layout.states and steps.start < prompt else ()
+        self._boundaries = boundaries(layout, worker.block_tokens, prompt, messages, exact=exact)
         self._restore_ms = _since(began)
         if self._storage is not None and self._request.store:
             known = {self._lease.match.blocks[i].end for i in steps.reads} if self._lease else set()
@@ -178,6 +195,13 @@ class Generation:
                 running=None if self._lease is None else self._lease.sequence,
             )
         return steps, self._live
+
+    def _message_ends(self) -> tuple[int, ...]:
+        """Where another request may go on differently: as it was told, and behind the last message
+        before the answer."""
+        parts = self._given.segments() if self._request.messages else []
+        ends = [part.end for part in parts if part.kind in ("system", "message")]
+        return (*self._request.boundaries, *ends[-1:])
 
     def _read(self, steps: Plan, buffers: Buffers, storage: Storage, match: Match) -> Plan:
         """Read until a plan has all that it needs: each failure makes one that needs less."""
@@ -223,6 +247,7 @@ class Generation:
                     self._computed += part.end - self._last_start
         finally:
             self._prefill_ms = _since(began)
+            self._logits_at = time.perf_counter()
         live.seek(len(self._prompt))
         return logits
 
@@ -263,6 +288,7 @@ class Generation:
         token = int(mlxlm.scalar(choice.token))
         if self._first_token_ms is None:
             self._first_token_ms = _since(self._started)
+            self._first_sample_ms = _since(self._logits_at)
         self._generated.append(token)
         text, self._finish = self._output.feed(token)
         if self._request.logprobs is None:
@@ -323,6 +349,7 @@ class Generation:
         at_prompt = self._prompt_forwarded
         return Stats(
             prompt_tokens=len(self._prompt),
+            matched_tokens=self._matched(),
             restored_tokens=self._restored,
             refilled_tokens=self._refilled,
             computed_tokens=self._computed,
@@ -333,9 +360,12 @@ class Generation:
             miss_reason=self._miss_reason(),
             bytes_read=self._read_nbytes,
             load_ms=self._load_ms,
+            warmup_ms=self._warmup_ms,
             lookup_ms=self._lookup_ms,
             restore_ms=self._restore_ms,
             prefill_ms=self._prefill_ms,
+            first_sample_ms=self._first_sample_ms,
+            behind_ms=self._restore_ms + self._prefill_ms if self._from_stored_logits else 0.0,
             first_token_ms=self._first_token_ms,
             total_ms=_since(self._started),
         )
@@ -347,8 +377,7 @@ class Generation:
             return None
         match = self._lease.match
         # Blocks are there that no plan could use: no state, or no window, is stored at their end.
-        covered = self._restored + self._refilled
-        if covered + self._worker.block_tokens < match.live_prefix_tokens:
+        if self._covered + self._worker.block_tokens < match.live_prefix_tokens:
             return "no_boundary"
         return match.miss_reason
 
@@ -361,6 +390,7 @@ class Generation:
                 namespace_id=self._storage.namespace.id,
                 # A cancelled prompt counts as far as it got.
                 prompt_tokens=self._restored + self._refilled + self._computed,
+                matched_tokens=stats.matched_tokens,
                 restored_tokens=self._restored,
                 refilled_tokens=self._refilled,
                 computed_tokens=self._computed,
@@ -372,15 +402,36 @@ class Generation:
                 deepest_block_id=None if self._lease is None else self._lease.match.tip_id,
                 tip_hash=self._tip_hash(),
                 bytes_read=self._read_nbytes,
-                load_ms=self._load_ms,
-                lookup_ms=self._lookup_ms,
-                restore_ms=self._restore_ms,
-                prefill_ms=self._prefill_ms,
-                first_token_ms=self._first_token_ms,
+                load_ms=stats.load_ms,
+                warmup_ms=stats.warmup_ms,
+                lookup_ms=stats.lookup_ms,
+                restore_ms=stats.restore_ms,
+                prefill_ms=stats.prefill_ms,
+                first_sample_ms=stats.first_sample_ms,
+                behind_ms=stats.behind_ms,
+                first_token_ms=stats.first_token_ms,
                 total_ms=stats.total_ms,
                 touched=self._touched,
-            )
+                unstored=self._unstored(),
+            ),
+            () if self._recorder is None else self._recorder.tickets,
+            self._given.segments,
         )
+
+    def _unstored(self) -> str | None:
+        """Why the state of this request was not kept, where that was meant."""
+        if not self._request.store:
+            return "store_off"
+        return "cancelled" if self._finish == "cancelled" else None
+
+    def _matched(self) -> int:
+        """Tokens of the prompt that the store knew, holes included."""
+        if self._lease is None:
+            return 0
+        match = self._lease.match
+        shared = match.shared
+        tail = 0 if shared is None else shared.block.start + shared.token_count
+        return max(match.token_count, tail)
 
     def _tip_hash(self) -> bytes | None:
         """Hash of the block that the stored state of this request ends in."""

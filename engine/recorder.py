@@ -13,7 +13,7 @@ from engine.live import LiveState
 from engine.storage import Storage
 from kvdb.identity import Tokens
 from kvdb.layout import PartSpec
-from kvdb.writer import Payload
+from kvdb.writer import Payload, Ticket
 
 if TYPE_CHECKING:
     from kvdb.sequences import Sequence as Running
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 class Recorder:
     """Told of every forward, it cuts what became whole. ``known`` are the ends of blocks that the
-    store has already.
+    store has already; ``tickets`` are those of its puts.
 
     Full attention is cut when a block is whole. A sliding layer forgets: its tokens are cut after
     each forward, and the pieces of a block that is not whole yet wait here. States are cut where
@@ -44,6 +44,7 @@ class Recorder:
         self._known = set(known)
         self._exact = exact
         self._running = running
+        self.tickets: list[Ticket] = []
         parts = live.parts
         self._sliding = [part for part in parts if part.window is not None]
         self._states = [part for part in parts if part.kind == "state"]
@@ -143,13 +144,15 @@ class Recorder:
 
     def _flush(self, tokens: Tokens, run: list[Payload], exact: bool, decoded: bool) -> None:
         if run:
-            self._storage.put(
+            ticket = self._storage.put(
                 tokens,
                 list(run),
                 origin="decode" if decoded else "prefill",
                 exact=exact,
                 advance=self._running,
             )
+            if ticket is not None:
+                self.tickets.append(ticket)
             run.clear()
 
 

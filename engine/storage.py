@@ -14,7 +14,8 @@ from engine.events import Reuse
 from kvdb.errors import KvdbError
 from kvdb.history import RequestRecord
 from kvdb.identity import Tokens
-from kvdb.writer import Payload
+from kvdb.segments import Segment
+from kvdb.writer import Payload, Ticket
 
 if TYPE_CHECKING:
     from kvdb.builds import Build
@@ -99,12 +100,12 @@ class Storage:
         origin: str,
         exact: bool,
         advance: Running | None,
-    ) -> None:
-        """Hand blocks to the background writer."""
+    ) -> Ticket | None:
+        """Hand blocks to the background writer; None where it takes none."""
         if self.store.read_only:
             self._say("the store is read-only: nothing new is stored")
-            return
-        self._try(
+            return None
+        return self._try(
             lambda: self.store.put(
                 self.namespace,
                 tokens,
@@ -117,9 +118,14 @@ class Storage:
             None,
         )
 
-    def record(self, record: RequestRecord) -> None:
+    def record(
+        self,
+        record: RequestRecord,
+        tickets: Sequence[Ticket],
+        segments: Callable[[], Sequence[Segment]],
+    ) -> None:
         if not self.store.read_only:
-            self._try(lambda: self.store.record(record), None)
+            self._try(lambda: self.store.record(record, tickets, segments), None)
 
     def _try(self, action: Callable[[], T], otherwise: T) -> T:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ class Worker:
         options: EngineOptions,
         blas: Blas,
     ) -> None:
+        began = time.perf_counter()
         self.block_tokens = check_block_tokens(options.block_tokens)
         self.step = check_step(options.step, self.block_tokens)
         self.loaded = models.load(name, model_options)
@@ -53,6 +55,7 @@ class Worker:
         self.description = mlxlm.build_description(self.model.model, blas)
         self.storage = None if store is None else self._storage(store, options.salt)
         self._load_ms = self.loaded.load_seconds * 1e3
+        self._warmup_ms = (time.perf_counter() - began) * 1e3 - self._load_ms
 
     def new_caches(self) -> list[Any]:
         """Empty caches of the model; UsageError where ``kv_bits`` does not fit it."""
@@ -61,9 +64,10 @@ class Worker:
 
     def run(self, request: Request, cancelled: Callable[[], bool]) -> Iterator[Event]:
         """The events of one request. Raises PromptError or UsageError before the first event. The
-        first request bears the time it took to load the model."""
+        first request bears the time it took to load the model and to set up the rest."""
         load_ms, self._load_ms = self._load_ms, 0.0
-        return Generation(self, request, cancelled, load_ms).events()
+        warmup_ms, self._warmup_ms = self._warmup_ms, 0.0
+        return Generation(self, request, cancelled, load_ms, warmup_ms).events()
 
     def _layout(self) -> tuple[Layout | None, int]:
         try:

@@ -58,6 +58,9 @@ def open_store(
         durability=values["durability"],
         codec=values["codec"],
         queue_bytes=values["queue_bytes"],
+        history_requests=values["history_requests"],
+        history_evictions=values["history_evictions"],
+        history_hours=values["history_hours"],
         program="kvdb " + (click.get_current_context().info_name or ""),
     )
 

@@ -246,3 +246,20 @@ def test_index_can_be_lost(models: Models, tmp_path: Path) -> None:
             again = run(engine, diverging(50), store=False, **SHORT)
             assert again.stats.restored_tokens == reference.stats.restored_tokens > 0
             assert np.array_equal(again.logits, reference.logits)
+
+
+def test_template_instability(tmp_path: Path, store: Store, models: Models) -> None:
+    """The next turn repeats the messages and leaves out what was generated: a recurrent model goes
+    on from the end of the last message, though nobody told it where that is."""
+    from tiny_model import write_tokenizer
+
+    folder = write_species(tmp_path / "chat", "qwen3_next")
+    write_tokenizer(folder)
+    asked = {"role": "user", "content": "What is the capital of France? " * 3}
+    follow = {"role": "user", "content": "And of Italy?"}
+    with open_engine(store, folder, "qwen3_next") as engine:
+        run(engine, messages=[asked], **SHORT)
+        warm = run(engine, messages=[asked, follow], **SHORT)
+    assert warm.stats.restored_tokens == len(f"user: {asked['content']}\n")
+    with open_engine(None, folder, "qwen3_next") as engine:
+        assert equal(run(engine, messages=[asked, follow], **SHORT), warm, "max")
