@@ -71,6 +71,7 @@ class Generation:
         self._kept = len(self._prompt)  # tokens whose blocks were handed to the store
         self._finish: FinishReason | None = None
         self._restored = self._refilled = self._computed = 0
+        self._covered = 0  # tokens before those that are computed as the rest of the prompt
         self._skip: Skip = "none"
         self._read_nbytes = self._ram_nbytes = 0
         self._touched: tuple[int, ...] = ()
@@ -162,7 +163,7 @@ class Generation:
 
     def _settle(self, steps: Plan) -> None:
         """Take a plan as what is done: what it restores counts, and counts as used."""
-        self._restored, self._skip = steps.restored, steps.skip
+        self._restored, self._skip, self._covered = steps.restored, steps.skip, steps.start
         if self._lease is not None:
             match = self._lease.match
             used = [match.blocks[index].id for index in steps.reads]
@@ -184,9 +185,9 @@ class Generation:
             steps = self._read(steps, self._buffers, self._storage, self._lease.match)
         self._live = self._buffers.live(worker.new_caches())
         self._settle(steps)
-        self._boundaries = boundaries(
-            layout, worker.block_tokens, len(self._prompt), self._request.boundaries, exact=exact
-        )
+        prompt = len(self._prompt)
+        messages = self._message_ends() if layout.states and steps.start < prompt else ()
+        self._boundaries = boundaries(layout, worker.block_tokens, prompt, messages, exact=exact)
         self._restore_ms = _since(began)
         if self._storage is not None and self._request.store:
             known = {self._lease.match.blocks[i].end for i in steps.reads} if self._lease else set()
@@ -199,6 +200,13 @@ class Generation:
                 running=None if self._lease is None else self._lease.sequence,
             )
         return steps, self._live
+
+    def _message_ends(self) -> tuple[int, ...]:
+        """Where another request may go on differently: as it was told, and behind the last message
+        before the answer."""
+        parts = self._given.segments() if self._request.messages else []
+        ends = [part.end for part in parts if part.kind in ("system", "message")]
+        return (*self._request.boundaries, *ends[-1:])
 
     def _read(self, steps: Plan, buffers: Buffers, storage: Storage, match: Match) -> Plan:
         """Read until a plan has all that it needs: each failure makes one that needs less."""
@@ -258,6 +266,7 @@ class Generation:
         if self._buffers is None:
             return
         pieces = self._buffers.jump(jump, live, self._worker.block_tokens)
+        self._at = 0  # the caches no longer stand where prefilling left them
         if self._recorder is not None:
             self._recorder.resume(jump.end, pieces)
 
@@ -274,7 +283,8 @@ class Generation:
             yield Progress(self._restored + self._refilled + self._computed, len(self._prompt))
 
     def _keep_cut_short(self) -> None:
-        """A prompt that was cancelled leaves its state where it got to."""
+        """A prompt that was cancelled leaves its state where it got to, if that is where the
+        caches stand."""
         if self._recorder is not None and self._at and not self._generated:
             self._recorder.keep_state(self._prompt, self._at)
 
@@ -348,7 +358,6 @@ class Generation:
     def _stats(self) -> Stats:
         forwarded = self._worker.model.forwarded - self._base
         at_prompt = self._prompt_forwarded
-        reason = None if self._lease is None else self._lease.match.miss_reason
         return Stats(
             prompt_tokens=len(self._prompt),
             matched_tokens=self._matched(),
@@ -359,7 +368,7 @@ class Generation:
             forwarded_tokens=forwarded,
             forwarded_prompt_tokens=forwarded if at_prompt is None else at_prompt,
             skip=self._skip,
-            miss_reason="damaged" if self._damaged else reason,
+            miss_reason=self._miss_reason(),
             bytes_read=self._read_nbytes,
             bytes_ram=self._ram_nbytes,
             load_ms=self._load_ms,
@@ -372,6 +381,17 @@ class Generation:
             first_token_ms=self._first_token_ms,
             total_ms=_since(self._started),
         )
+
+    def _miss_reason(self) -> str | None:
+        if self._damaged:
+            return "damaged"
+        if self._lease is None:
+            return None
+        match = self._lease.match
+        # Blocks are there that no plan could use: no state, or no window, is stored at their end.
+        if self._covered + self._worker.block_tokens < match.live_prefix_tokens:
+            return "no_boundary"
+        return match.miss_reason
 
     def _record(self, stats: Stats) -> None:
         if self._storage is None:
@@ -422,7 +442,9 @@ class Generation:
         if self._lease is None:
             return 0
         match = self._lease.match
-        return match.token_count + (0 if match.shared is None else match.shared.token_count)
+        shared = match.shared
+        tail = 0 if shared is None else shared.block.start + shared.token_count
+        return max(match.token_count, tail)
 
     def _tip_hash(self) -> bytes | None:
         """Hash of the block that the stored state of this request ends in."""

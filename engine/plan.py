@@ -8,6 +8,7 @@ exactly that token. The walk with the fewest forwarded tokens wins.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -147,19 +148,16 @@ def plan(
         return _assemble((), prompt, needs)
     stored_logits = found.logits is not None and logits_ok
     walk = _Walk(found.blocks, needs, set(bad), set(lost))
-    ends: list[tuple[int, tuple[_Edge, ...]]] = []
-    for node in range(len(found.blocks) + 1):
-        at = walk.starts[node]
-        if at <= (prompt if stored_logits else prompt - 1):
-            ends.append((walk.cost[node] + prompt - at, walk.path(node)))
-    if reuse == "max":
-        shared = found.shared
-        if shared is not None and shared_ok:
-            ends.append(walk.into_shared(shared, prompt))
-        elif walk.starts[-1] == prompt:
-            ends.append(walk.into_last(prompt))
+    reached = prompt if stored_logits else prompt - 1
+    nodes = [node for node, at in enumerate(walk.starts) if at <= reached]
     # Of equal walks the first: it reads least.
-    _, path = min(ends, key=lambda end: end[0])
+    node = min(nodes, key=lambda node: walk.cost[node] - walk.starts[node])
+    path, forwarded = walk.path(node), walk.cost[node] + prompt - walk.starts[node]
+    if reuse == "max":
+        shared = found.shared if shared_ok else None
+        ending = walk.into_shared(shared, prompt) if shared else walk.into_last(prompt)
+        if ending is not None and ending[0] < forwarded:
+            path = ending[1]
     return _assemble(path, prompt, needs)
 
 
@@ -221,7 +219,8 @@ class _Walk:
         source = None
         if all(self._has(index, part) for part in self._needs.states):
             floor = self._floor(node, self.starts[node])
-            source = next((s for s in stack if s >= floor), None)
+            first = bisect_left(stack, floor)
+            source = stack[first] if first < len(stack) else None
         if source is not None and self.cost[source] <= forwarded:
             self.cost.append(self.cost[source])
             self._from.append(source)
@@ -279,32 +278,32 @@ class _Walk:
             shared,
         )
 
-    def into_shared(self, shared: Shared, prompt: int) -> tuple[int, tuple[_Edge, ...]]:
-        """(tokens forwarded in all, edges) of the walk that ends in the shared tail. It leaves the
-        prompt's last token, whose logits nobody stored."""
-        node = next((n for n, at in enumerate(self.starts) if at == shared.block.start), None)
-        position = min(shared.block.start + shared.token_count, prompt - 1)
+    def into_shared(self, shared: Shared, prompt: int) -> tuple[int, tuple[_Edge, ...]] | None:
+        """(tokens forwarded in all, edges) of the walk that ends in the shared tail, if there is
+        one. It leaves the prompt's last token, whose logits nobody stored."""
+        start, stop = shared.block.start, shared.block.start + shared.token_count
         wanted = [*(part for part, _ in self._needs.windows), *self._needs.states]
-        if node is None or any(part not in shared.block.parts for part in wanted):
-            return self.cost[0] + prompt, ()
-        if self._needs.states and position != shared.block.start + shared.token_count:
-            return self.cost[0] + prompt, ()
-        return self._ending(node, node, position, prompt, shared=True)
+        if any(part not in shared.block.parts for part in wanted):
+            return None
+        if start not in self.starts or (self._needs.states and stop >= prompt):
+            return None
+        node = self.starts.index(start)
+        return self._ending(node, node, min(stop, prompt - 1), prompt, shared=True)
 
-    def into_last(self, prompt: int) -> tuple[int, tuple[_Edge, ...]]:
+    def into_last(self, prompt: int) -> tuple[int, tuple[_Edge, ...]] | None:
         """The same into the prompt's own last block, to compute its last token again."""
         node = len(self._blocks)
-        if self._needs.states or prompt - 1 <= self.starts[node - 1]:
-            return self.cost[0] + prompt, ()
+        if self._needs.states or not node or self.starts[node] != prompt:
+            return None
         return self._ending(node, node - 1, prompt - 1, prompt, shared=False)
 
     def _ending(
         self, node: int, last: int, position: int, prompt: int, *, shared: bool
-    ) -> tuple[int, tuple[_Edge, ...]]:
+    ) -> tuple[int, tuple[_Edge, ...]] | None:
         """Jump to ``position`` from the cheapest node up to ``last``."""
         sources = range(self._floor(node, position), last + 1)
         if position <= self.starts[last] or not sources:
-            return self.cost[0] + prompt, ()
+            return None
         source = min(sources, key=lambda node: (self.cost[node], node))
         edge = self._jump(source, node, position, shared=shared)
         return self.cost[source] + prompt - position, (*self.path(source), edge)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvdb import holding, index, quotas, retention
+from kvdb import holding, index, quotas, retention, thinning
 from kvdb.clock import Environment
 from kvdb.codecs import Codec
 from kvdb.compaction import Compactor
@@ -386,8 +386,13 @@ class _Visible:
     def insert(self, jobs: Sequence[PutJob]) -> None:
         for job in jobs:
             tip = self._insert_job(job)
-            if job.advance_id is not None and tip is not None:
+            if tip is None:
+                continue
+            if job.advance_id is not None:
                 holding.move_sequence(self._connection, job.advance_id, tip)
+            layout, size = job.namespace.layout, job.namespace.block_tokens
+            if thinning.due(layout, size, len(job.tokens)):
+                self.emptied += thinning.thin(self._connection, layout, size, tip, self._now)
 
     def dropped(self, jobs: Sequence[PutJob], block_bytes: int) -> dict[str, int]:
         """How many blocks were not stored, by counter."""

@@ -26,6 +26,11 @@ class NamespaceInfo:
     live_tokens: int
     live_bytes: int
 
+    @property
+    def bytes_per_token(self) -> int | None:
+        """Stored bytes of all parts over the tokens of live blocks; None where there are none."""
+        return self.live_bytes // self.live_tokens if self.live_tokens else None
+
 
 @dataclass(frozen=True, slots=True)
 class StoreInfo:

@@ -59,7 +59,7 @@ from kvdb.sequences import Lease, Sequence, create_sequence, find_sequence
 from kvdb.shards import ORIGINS, NamespaceRecord
 from kvdb.spread import R, Spreader, T
 from kvdb.upkeep import Upkeep
-from kvdb.writer import Payload, PutJob, Ticket, Writer, check_payloads
+from kvdb.writer import Payload, PutJob, Ticket, Writer, check_payloads, fitting
 
 log = logging.getLogger("kvdb.store")
 
@@ -435,7 +435,7 @@ class Store(Upkeep):
             hashes,
             array,
             tuple(extra_keys),
-            tuple(payloads),
+            fitting(namespace.layout, payloads, self.limit.block_bytes),
             origin,
             exact,
             build_id,

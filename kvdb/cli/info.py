@@ -31,7 +31,15 @@ def info(as_json: bool) -> None:
         click.echo()
         click.echo(
             table(
-                ("namespace", "model", "block tokens", "blocks", "tokens", "bytes"),
+                (
+                    "namespace",
+                    "model",
+                    "block tokens",
+                    "blocks",
+                    "tokens",
+                    "bytes",
+                    "bytes a token",
+                ),
                 [
                     (
                         n.id,
@@ -40,6 +48,7 @@ def info(as_json: bool) -> None:
                         n.live_blocks,
                         n.live_tokens,
                         human_bytes(n.live_bytes),
+                        "" if n.bytes_per_token is None else human_bytes(n.bytes_per_token),
                     )
                     for n in found.namespaces
                 ],
