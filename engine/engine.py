@@ -131,6 +131,10 @@ class Engine:
         except BaseException:  # interrupted too: the thread must not outlive what it was given
             self._stop()
             raise
+        if store is not None and options is not None and options.warm:
+            from engine.sequences import warm_up
+
+            warm_up(self, store, options.warm)
 
     def generate(self, request: Request) -> Iterator[Event]:
         """The events of a request: Progress while the prompt is prepared, then Tokens and one End

@@ -121,17 +121,21 @@ class Stats:
     """What one request cost. restored + refilled + computed = prompt tokens.
 
     ``forwarded_tokens`` were counted in the model call itself, ``forwarded_prompt_tokens`` of them
-    before the first decode step. ``bytes_read`` came from shards, ``bytes_ram`` from the RAM tier.
-    ``shared_steps`` decode steps were made together with other requests'; ``alone`` says why none
-    can be, where that is so. ``held`` says whether the state is held for its ``ttl_seconds``. An
-    answer that shares another's prompt has restored it, without reading anything.
+    before the first decode step. ``matched_tokens`` were found, whatever was then restored.
+    ``bytes_read`` came from shards, ``bytes_ram`` from the RAM tier. An answer that shares
+    another's prompt has restored it, without reading anything. ``shared_steps`` decode steps were
+    made together with other requests'; ``alone`` says why none can be, where that is so. ``held``
+    says whether the state is held for its ``ttl_seconds``.
 
-    Times are milliseconds since the engine took the request, except the durations ``load_ms`` (of
-    the model, on the first request), ``queued_ms`` (before it began), ``lookup_ms``,
-    ``restore_ms`` and ``prefill_ms``.
+    ``first_token_ms`` and ``total_ms`` are milliseconds since the engine took the request, the
+    others are durations. ``load_ms`` (of the model) and the engine's part of ``warmup_ms`` (its
+    set-up, besides encoding the prompt) fall on the first request; ``queued_ms`` is the time until
+    it began. The time to the first token is ``ttft_ms``: the sum of the durations, less
+    ``behind_ms``, in which the state behind a first token sampled from stored logits was restored.
     """
 
     prompt_tokens: int
+    matched_tokens: int = 0
     restored_tokens: int = 0
     refilled_tokens: int = 0
     computed_tokens: int = 0
@@ -146,12 +150,24 @@ class Stats:
     alone: str | None = None
     held: bool = False
     load_ms: float = 0.0
+    warmup_ms: float = 0.0
     queued_ms: float = 0.0
     lookup_ms: float = 0.0
     restore_ms: float = 0.0
     prefill_ms: float = 0.0
+    first_sample_ms: float | None = None
+    behind_ms: float = 0.0
     first_token_ms: float | None = None
     total_ms: float = 0.0
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """Time to the first token, loading and warm-up included; None when there was none."""
+        if self.first_sample_ms is None:
+            return None
+        before = self.load_ms + self.warmup_ms + self.queued_ms + self.lookup_ms
+        state = self.restore_ms + self.prefill_ms - self.behind_ms
+        return before + state + self.first_sample_ms
 
 
 @dataclass(frozen=True, slots=True)

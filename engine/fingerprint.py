@@ -58,6 +58,10 @@ class DigestMemory:
         self._known[key] = known  # last: the newest survive trimming
         return known
 
+    def knows(self, path: Path) -> bool:
+        """Is the digest of a file remembered, so that asking for it reads nothing?"""
+        return ":".join(map(str, signature(path))) in self._known
+
     def save(self) -> None:
         """Publish what was learned, by rename; failure is no error."""
         if not self._changed:
@@ -114,19 +118,21 @@ def model_identity(
     *,
     adapters: Sequence[Path] = (),
     overrides: Mapping[str, Any] | None = None,
+    weights: Sequence[Path] | None = None,
 ) -> ModelIdentity:
     """The identity of the model in ``folder``. File names order the weights and say what a file
-    is for; they do not enter it, so a moved or renamed model keeps its cache."""
-    weights = hashlib.sha256()
-    for path in weight_files(folder):
-        weights.update(bytes.fromhex(memory.digest(path)))
+    is for; they do not enter it, so a moved or renamed model keeps its cache. ``weights`` are
+    all of its weight files, unless given."""
+    content = hashlib.sha256()
+    for path in weight_files(folder) if weights is None else weights:
+        content.update(bytes.fromhex(memory.digest(path)))
     changes = {key: canonical_json(value) for key, value in (overrides or {}).items()}
     quantization = folder / "hf_quant_config.json"
     if quantization.exists():
         changes["\0hf_quant_config"] = memory.digest(quantization)
     model_file = config.get("model_file")
     return ModelIdentity(
-        weights=weights.hexdigest(),
+        weights=content.hexdigest(),
         config=memory.digest(folder / "config.json"),
         overrides=changes,
         adapters=tuple(_adapter_digest(adapter, memory) for adapter in adapters),

@@ -21,10 +21,11 @@ from engine.live import LiveState
 from engine.logits import Row
 from engine.plan import Compute, Jump, Plan, Refill, plan
 from engine.prefill import Prefill
+from engine.prompt.encode import Prompt, encode
 from engine.recorder import Recorder
 from engine.restore import Buffers, capacity_for, logits_array, logits_bytes
 from engine.sampling import Choice, Chooser, top_logprobs
-from engine.text import Output, encode
+from engine.text import Output
 from engine.turns import Cancelled, Forward, PromptEnd, StateLost, Turn, Wait
 from kvdb.history import RequestRecord
 from kvdb.identity import Tokens, as_tokens, chain_hashes
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 # mlx-lm gives freed buffers back this often while decoding.
 CLEAR_EVERY = 256
+CUT_SHORT = ("cancelled", "deadline")
 
 
 class Generation:
@@ -48,18 +50,21 @@ class Generation:
         request: Request,
         *,
         load_ms: float = 0.0,
+        warmup_ms: float = 0.0,
         index: int = 0,
-        prompt: Tokens | None = None,
+        given: Prompt | None = None,
     ) -> None:
         self._started, self._started_us = time.perf_counter(), time.time_ns() // 1000
         self._worker = worker
         self._request = request
         self._index = index
-        self._load_ms = load_ms
         loaded = worker.loaded
-        if prompt is None:
-            prompt = encode(request, loaded.tokenizer, loaded.context, worker.vocabulary)
-        self._prompt = prompt
+        if given is None:
+            given = encode(
+                request, loaded.prompts, loaded.context, worker.vocabulary, loaded=loaded.tokenizer
+            )
+        self._given, self._prompt = given, given.tokens
+        self._load_ms, self._warmup_ms = load_ms, warmup_ms + _since(self._started)
         self._room = self._generation_room(loaded.context)
         self._chooser = Chooser(request.sampling, self._prompt, worker.vocabulary, index)
         self._output = Output(request, loaded.tokenizer, loaded.eos, self._room)
@@ -81,6 +86,7 @@ class Generation:
         self._kept = len(self._prompt)  # tokens whose blocks were handed to the store
         self._finish: FinishReason | None = None
         self._restored = self._refilled = self._computed = 0
+        self._covered = 0  # tokens before those that are computed as the rest of the prompt
         self._skip: Skip = "none"
         self._read_nbytes = self._ram_nbytes = 0
         self._touched: tuple[int, ...] = ()
@@ -89,7 +95,11 @@ class Generation:
         self._held = False
         self._queued_ms = self._lookup_ms = self._restore_ms = self._prefill_ms = 0.0
         self._first_token_ms: float | None = None
+        self._first_sample_ms: float | None = None
+        self._logits_at = self._started  # when the first token could be sampled
+        self._from_stored_logits = False
         self._damaged = False
+        self._ready = time.perf_counter()
 
     @property
     def prompt(self) -> Tokens:
@@ -127,7 +137,7 @@ class Generation:
         """The further answers that the request asks for; each waits for :meth:`share`."""
         count = self._request.n if self._index == 0 else 1
         return [
-            Generation(self._worker, self._request, index=index, prompt=self._prompt)
+            Generation(self._worker, self._request, index=index, given=self._given)
             for index in range(1, count)
         ]
 
@@ -151,7 +161,7 @@ class Generation:
 
     def events(self) -> Generator[Event | Turn, Row, None]:
         """Run to the end. The lease is released whatever happens."""
-        self._queued_ms = _since(self._started)
+        self._queued_ms = _since(self._ready)
         try:
             try:
                 yield from self._answer()
@@ -173,13 +183,14 @@ class Generation:
 
     def never(self, reason: FinishReason) -> End:
         """The end of a request that never began."""
-        self._queued_ms = _since(self._started)
+        self._queued_ms = _since(self._ready)
         return End(reason, "", self._stats(), self._index)
 
     def _answer(self) -> Generator[Event | Turn, Row, None]:
         if self._shared is None:
             choice = yield from self._begin()
         else:
+            self._logits_at = time.perf_counter()
             choice = self._choose(Row.alone(self._shared))
             yield self._emit(choice)
         if self._finish is None and self._live is not None:
@@ -187,17 +198,13 @@ class Generation:
 
     def _begin(self) -> Generator[Event | Turn, Row, Choice]:
         """The state of the whole prompt, and the first token."""
-        steps = yield from self._look_up()
-        logits: mx.array | None = None
+        steps, logits = yield from self._look_up()
         choice = None
-        if steps.stored_logits:
-            logits = self._stored_logits()
-            if logits is None:
-                steps = self._plan(logits_ok=False)
-            else:
-                # Sampled before any payload is read: the state is restored behind it.
-                choice = self._choose(Row.alone(logits))
-                yield self._emit(choice)
+        if logits is not None:
+            # Sampled before any payload is read: the state is restored behind it.
+            self._from_stored_logits = True
+            choice = self._choose(Row.alone(logits))
+            yield self._emit(choice)
         if choice is not None and logits is not None and self._ends_here():
             self._settle(steps)
             yield PromptEnd(logits)
@@ -226,7 +233,8 @@ class Generation:
 
     # -- what is stored ----------------------------------------------------------------------
 
-    def _look_up(self) -> Generator[Turn, Row, Plan]:
+    def _look_up(self) -> Generator[Turn, Row, tuple[Plan, mx.array | None]]:
+        """What to do, and the stored logits that the answer begins from, if it does."""
         began = time.perf_counter()
         if self._storage is not None and self._request.read:
             # What earlier requests left in the writer's queue is part of the store.
@@ -234,9 +242,14 @@ class Generation:
             self._lease = self._storage.lease(
                 self._prompt, self._request.reuse, self._request.tenant
             )
-        steps = self._plan()
+        steps, logits = self._plan(), None
+        if steps.stored_logits:
+            logits = self._stored_logits()
+            if logits is None:
+                steps = self._plan(logits_ok=False)
         self._lookup_ms = _since(began)
-        return steps
+        self._logits_at = time.perf_counter()
+        return steps, logits
 
     def _plan(self, **without: Any) -> Plan:
         found = None if self._lease is None else self._lease.match
@@ -253,7 +266,7 @@ class Generation:
 
     def _settle(self, steps: Plan) -> None:
         """Take a plan as what is done: what it restores counts, and counts as used."""
-        self._restored, self._skip = steps.restored, steps.skip
+        self._restored, self._skip, self._covered = steps.restored, steps.skip, steps.start
         if self._lease is not None:
             match = self._lease.match
             used = [match.blocks[index].id for index in steps.reads]
@@ -275,9 +288,9 @@ class Generation:
             steps = self._read(steps, self._buffers, self._storage, self._lease.match)
         self._live = self._buffers.live(worker.new_caches())
         self._settle(steps)
-        self._boundaries = boundaries(
-            layout, worker.block_tokens, len(self._prompt), self._request.boundaries, exact=exact
-        )
+        prompt = len(self._prompt)
+        messages = self._message_ends() if layout.states and steps.start < prompt else ()
+        self._boundaries = boundaries(layout, worker.block_tokens, prompt, messages, exact=exact)
         self._restore_ms = _since(began)
         if self._storage is not None and self._request.store:
             known = {self._lease.match.blocks[i].end for i in steps.reads} if self._lease else set()
@@ -290,6 +303,13 @@ class Generation:
                 running=None if self._lease is None else self._lease.sequence,
             )
         return steps, self._live
+
+    def _message_ends(self) -> tuple[int, ...]:
+        """Where another request may go on differently: as it was told, and behind the last message
+        before the answer."""
+        parts = self._given.segments() if self._request.messages else []
+        ends = [part.end for part in parts if part.kind in ("system", "message")]
+        return (*self._request.boundaries, *ends[-1:])
 
     def _read(self, steps: Plan, buffers: Buffers, storage: Storage, match: Match) -> Plan:
         """Read until a plan has all that it needs: each failure makes one that needs less."""
@@ -337,6 +357,7 @@ class Generation:
                     self._computed += part.end - self._last_start
         finally:
             self._prefill_ms = _since(began)
+            self._logits_at = time.perf_counter()
         live.seek(len(self._prompt))
         return logits
 
@@ -344,6 +365,7 @@ class Generation:
         if self._buffers is None:
             return
         pieces = self._buffers.jump(jump, live, self._worker.block_tokens)
+        self._at = 0  # the caches no longer stand where prefilling left them
         if self._recorder is not None:
             self._recorder.resume(jump.end, pieces)
 
@@ -360,7 +382,8 @@ class Generation:
             yield Progress(self.done, len(self._prompt))
 
     def _keep_cut_short(self) -> None:
-        """A prompt that was cancelled leaves its state where it got to."""
+        """A prompt that was cancelled leaves its state where it got to, if that is where the
+        caches stand."""
         if self._recorder is not None and self._at and not self._generated:
             self._recorder.keep_state(self._prompt, self._at)
 
@@ -375,6 +398,7 @@ class Generation:
         token = int(mlxlm.scalar(choice.token))
         if self._first_token_ms is None:
             self._first_token_ms = _since(self._started)
+            self._first_sample_ms = _since(self._logits_at)
         self._generated.append(token)
         text, self._finish = self._output.feed(token)
         if self._request.logprobs is None:
@@ -461,9 +485,9 @@ class Generation:
         return min(self._request.max_tokens, max(1, context - len(self._prompt)))
 
     def _stats(self) -> Stats:
-        reason = None if self._lease is None else self._lease.match.miss_reason
         return Stats(
             prompt_tokens=len(self._prompt),
+            matched_tokens=self._matched(),
             restored_tokens=self._restored,
             refilled_tokens=self._refilled,
             computed_tokens=self._computed,
@@ -471,20 +495,36 @@ class Generation:
             forwarded_tokens=self._model.forwarded + self._fed,
             forwarded_prompt_tokens=self._model.forwarded,
             skip=self._skip,
-            miss_reason="damaged" if self._damaged else reason,
+            miss_reason=self._miss_reason(),
             bytes_read=self._read_nbytes,
             bytes_ram=self._ram_nbytes,
             shared_steps=self._shared_steps,
             alone=self._alone,
             held=self._held,
             load_ms=self._load_ms,
+            warmup_ms=self._warmup_ms,
             queued_ms=self._queued_ms,
             lookup_ms=self._lookup_ms,
             restore_ms=self._restore_ms,
             prefill_ms=self._prefill_ms,
+            first_sample_ms=self._first_sample_ms,
+            behind_ms=self._restore_ms + self._prefill_ms if self._from_stored_logits else 0.0,
             first_token_ms=self._first_token_ms,
             total_ms=_since(self._started),
         )
+
+    def _miss_reason(self) -> str | None:
+        if self._damaged:
+            return "damaged"
+        if self._shared is not None:
+            return None
+        if self._lease is None:
+            return None
+        match = self._lease.match
+        # Blocks are there that no plan could use: no state, or no window, is stored at their end.
+        if self._covered + self._worker.block_tokens < match.live_prefix_tokens:
+            return "no_boundary"
+        return match.miss_reason
 
     def _record(self, stats: Stats) -> None:
         if self._storage is None:
@@ -495,6 +535,7 @@ class Generation:
                 namespace_id=self._storage.namespace.id,
                 # A cancelled prompt counts as far as it got.
                 prompt_tokens=self.done,
+                matched_tokens=stats.matched_tokens,
                 restored_tokens=self._restored,
                 refilled_tokens=self._refilled,
                 computed_tokens=self._computed,
@@ -506,19 +547,44 @@ class Generation:
                 deepest_block_id=None if self._lease is None else self._lease.match.tip_id,
                 tip_hash=self._tip_hash(),
                 bytes_read=self._read_nbytes,
-                load_ms=self._load_ms,
-                lookup_ms=self._lookup_ms,
-                restore_ms=self._restore_ms,
-                prefill_ms=self._prefill_ms,
-                first_token_ms=self._first_token_ms,
+                bytes_ram=self._ram_nbytes,
+                load_ms=stats.load_ms,
+                warmup_ms=stats.warmup_ms,
+                queued_ms=stats.queued_ms,
+                lookup_ms=stats.lookup_ms,
+                restore_ms=stats.restore_ms,
+                prefill_ms=stats.prefill_ms,
+                first_sample_ms=stats.first_sample_ms,
+                behind_ms=stats.behind_ms,
+                first_token_ms=stats.first_token_ms,
                 total_ms=stats.total_ms,
                 touched=self._touched,
-            )
+                unstored=self._unstored(),
+            ),
+            () if self._recorder is None else self._recorder.tickets,
+            self._given.segments,
         )
+
+    def _unstored(self) -> str | None:
+        """Why the state of this request was not kept, where that was meant."""
+        if not self._request.store:
+            return "store_off"
+        return "cancelled" if self._finish in CUT_SHORT else None
+
+    def _matched(self) -> int:
+        """Tokens of the prompt that the store knew, holes included."""
+        if self._shared is not None:
+            return len(self._prompt)
+        if self._lease is None:
+            return 0
+        match = self._lease.match
+        shared = match.shared
+        tail = 0 if shared is None else shared.block.start + shared.token_count
+        return max(match.token_count, tail)
 
     def _tip_hash(self) -> bytes | None:
         """Hash of the block that the stored state of this request ends in."""
-        if self._storage is None or self._finish in ("cancelled", "deadline"):
+        if self._storage is None or self._finish in CUT_SHORT:
             return None
         namespace, tokens = self._storage.namespace, self._kept_tokens()
         return chain_hashes(namespace.fingerprint, tokens, namespace.block_tokens)[-1]

@@ -9,7 +9,7 @@ allocation that fails, so the guard must foresee, not catch.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -64,20 +64,24 @@ class Claim:
 class Guard:
     """One per process, shared by its engines. Without a ``ceiling`` it refuses nothing.
 
-    Thread-safe. ``tiers`` are RAM tiers that may shrink.
+    Thread-safe.
     """
 
-    def __init__(
-        self, ceiling: int | None, gauges: Gauges, tiers: Sequence[RamTier[Any]] = ()
-    ) -> None:
+    def __init__(self, ceiling: int | None, gauges: Gauges) -> None:
         self.ceiling = ceiling
         self._gauges = gauges
-        self._tiers = [(tier, tier.budget) for tier in tiers]
+        self._tiers: list[tuple[RamTier[Any], int]] = []  # with the budgets they may grow back to
         self._changed = threading.Condition()
         self._claimed = 0
         self._before = 0  # held, but for tiers, when nothing was claimed
         self._waits = self._refusals = 0
         self.settle()
+
+    def include(self, tier: RamTier[Any]) -> None:
+        """Count a RAM tier, and let it give way. Quiet when it is known."""
+        with self._changed:
+            if all(known is not tier for known, _ in self._tiers):
+                self._tiers.append((tier, tier.budget))
 
     def settle(self) -> None:
         """Take what is held now, with no request running, as what the models themselves need. To

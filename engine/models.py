@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from engine.fingerprint import (
     weight_files,
 )
 from engine.folders import cache_folder, models_folder
+from engine.prompt.tokenizer import PromptTokenizer, adopt, remember
 from engine.pull import BUILT_IN
 from kvdb.errors import ModelError, UsageError
 from kvdb.identity import ModelIdentity
@@ -38,6 +39,8 @@ HUB_FILES = [
     "*.jinja",
 ]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+# Weights up to this size are read to name a model, though nobody loads it.
+QUICK_BYTES = 256 << 20
 CONTEXT_KEYS = (
     "max_position_embeddings",
     "n_positions",
@@ -80,6 +83,7 @@ class LoadedModel:
     folder: Path
     model: CountingModel
     tokenizer: Any | None
+    prompts: PromptTokenizer | None
     identity: ModelIdentity
     context: int | None
     eos: frozenset[int]
@@ -117,15 +121,32 @@ def weight_bytes(name: str) -> int:
         raise ModelError(f"The model in {folder} cannot be read: {error}.") from error
 
 
+def find_local(name: str) -> Path | None:
+    """The folder of a model as for :func:`resolve`, if it is on this machine."""
+    path = models_folder() / name if name in BUILT_IN else Path(name).expanduser()
+    if path.is_dir():
+        return path
+    return _downloaded(name) if HUB_ID.fullmatch(name) else None
+
+
+def _downloaded(name: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=True))
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError):  # not here, or not all of it
+        return None
+
+
 def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    local = _downloaded(name)
+    if local is not None:
+        return local
     failures = (HfHubHTTPError, HFValidationError, OSError, ValueError)
-    try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=True))
-    except failures:  # not here, or not all of it
-        pass
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except failures as error:
@@ -206,17 +227,44 @@ def load(name: str, options: ModelOptions) -> LoadedModel:
     if changed:
         raise ModelError(f"The files in {folder} changed while they were loaded: try again.")
     memory.save()
+    prompts = None if tokenizer is None else adopt(tokenizer)
+    if prompts is not None:
+        remember(folder, prompts)
     return LoadedModel(
         name,
         folder,
         model,
         tokenizer,
+        prompts,
         identity,
-        _context(config),
+        context_length(config),
         _eos(config, tokenizer),
         options,
         time.perf_counter() - started,
     )
+
+
+def quick_identity(folder: Path, options: ModelOptions) -> ModelIdentity:
+    """The identity of a model that is not loaded. Where its weights' digests are not remembered
+    and reading them takes long, ``weights`` is empty. Raises ModelError."""
+    config = {**read_config(folder), **options.config}
+    adapters = () if options.adapter is None else (options.adapter,)
+    memory = DigestMemory(cache_folder())
+    try:
+        unknown = [path for path in weight_files(folder) if not memory.knows(path)]
+        known = sum(path.stat().st_size for path in unknown) <= QUICK_BYTES
+        identity = model_identity(
+            folder,
+            config,
+            memory,
+            adapters=adapters,
+            overrides=options.config,
+            weights=weight_files(folder) if known else (),
+        )
+    except OSError as error:
+        raise ModelError(f"The model in {folder} cannot be read: {error}.") from error
+    memory.save()
+    return identity if known else replace(identity, weights="")
 
 
 def _load(folder: Path, options: ModelOptions) -> tuple[CountingModel, Any | None, dict[str, Any]]:
@@ -245,7 +293,7 @@ def _load(folder: Path, options: ModelOptions) -> tuple[CountingModel, Any | Non
     return CountingModel(model), tokenizer, config
 
 
-def _context(config: Mapping[str, Any]) -> int | None:
+def context_length(config: Mapping[str, Any]) -> int | None:
     """The longest prompt the model was made for, if its config says."""
     text_config = config.get("text_config")
     for scope in (config, text_config if isinstance(text_config, dict) else {}):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from engine.events import Request
 from kvdb.errors import UsageError
 from kvdb.identity import DEFAULT_BLOCK_TOKENS
 
@@ -34,13 +35,15 @@ class EngineOptions:
     ``max_running`` requests run at once, the rest wait. A batch request that has waited for
     ``ageing_seconds`` gets a share of the turns whatever interactive ones there are. ``tenants``
     have limits by name, others ``tenant_limits``. ``max_memory`` bytes are the most that the
-    process may hold (None: no ceiling); see engine/guard.py.
+    process may hold (None: no ceiling); see engine/guard.py. ``warm`` are named sequences and
+    prompts to make ready at the start.
     """
 
     block_tokens: int = DEFAULT_BLOCK_TOKENS
     step: int | None = None
     salt: bytes = b""
     max_memory: int | None = None
+    warm: tuple[str | Request, ...] = ()
     max_running: int = 8
     ageing_seconds: float = 30.0
     tenant_limits: TenantLimits = TenantLimits()

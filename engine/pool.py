@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from engine import blas
 from engine.engine import Engine, EngineClosed
 from engine.events import End, Event, Request
 from engine.models import ModelOptions, weight_bytes
@@ -22,7 +23,6 @@ from engine.options import EngineOptions
 from kvdb.errors import KvdbError, OutOfMemory
 
 if TYPE_CHECKING:
-    from engine.guard import Guard
     from kvdb.store import Store
 
 DEFAULT_WAIT_SECONDS = 60.0
@@ -45,12 +45,13 @@ class PooledModel:
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """At most ``max_models`` models with ``max_bytes`` of weights are loaded at once; a request
-    waits up to ``wait_seconds`` for its model. ``models`` have settings by name, others
-    ``default``."""
+    """At most ``max_models`` models with ``max_bytes`` of weights are loaded at once, and the
+    process holds at most ``max_memory``; a request waits up to ``wait_seconds`` for its model.
+    ``models`` have settings by name, others ``default``."""
 
     max_models: int | None = None
     max_bytes: int | None = None
+    max_memory: int | None = None
     wait_seconds: float = DEFAULT_WAIT_SECONDS
     models: Mapping[str, PooledModel] = field(default_factory=dict)
     default: PooledModel = field(default_factory=PooledModel)
@@ -87,12 +88,15 @@ class Pool:
         store: Store | None,
         options: PoolOptions | None = None,
         *,
-        guard: Guard | None = None,
         seconds: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._options = options or PoolOptions()
-        self._guard = guard
+        blas.preload()  # before anything imports mlx.core
+        from engine.guard import Guard
+        from engine.memory import gauges
+
+        self.guard = Guard(self._options.max_memory, gauges())
         self._seconds = seconds
         self._slots: dict[str, _Slot] = {}
         self._changed = threading.Condition()
@@ -233,7 +237,7 @@ class Pool:
         return (
             (options.max_models is None or len(self._slots) < options.max_models)
             and (options.max_bytes is None or held + nbytes <= options.max_bytes)
-            and (self._guard is None or self._guard.room(nbytes) >= nbytes)
+            and self.guard.room(nbytes) >= nbytes
         )
 
     def _idle(self) -> str | None:
@@ -258,7 +262,7 @@ class Pool:
                 name,
                 model_options=slot.settings.model_options,
                 options=slot.settings.engine_options,
-                guard=self._guard,
+                guard=self.guard,
             )
         except BaseException:
             with self._changed:
@@ -290,8 +294,7 @@ class Pool:
         from engine.memory import release_memory
 
         release_memory()
-        if self._guard is not None:
-            self._guard.settle()
+        self.guard.settle()
         with self._changed:
             self._slots.pop(name, None)
             self._changed.notify_all()

@@ -14,7 +14,7 @@ from engine.live import LiveState
 from engine.storage import Storage
 from kvdb.identity import Tokens
 from kvdb.layout import PartSpec
-from kvdb.writer import Payload
+from kvdb.writer import Payload, Ticket
 
 if TYPE_CHECKING:
     from kvdb.sequences import Sequence as Running
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 class Recorder:
     """Told of every forward, it cuts what became whole. ``known`` are the ends of blocks that the
-    store has already.
+    store has already; ``tickets`` are those of its puts.
 
     Full attention is cut when a block is whole. A sliding layer forgets: its tokens are cut after
     each forward, and the pieces of a block that is not whole yet wait here. States are cut where
@@ -45,6 +45,7 @@ class Recorder:
         self._known = set(known)
         self._exact = exact
         self._running = running
+        self.tickets: list[Ticket] = []  # of all puts
         parts = live.parts
         self._sliding = [part for part in parts if part.window is not None]
         self._states = [part for part in parts if part.kind == "state"]
@@ -95,9 +96,9 @@ class Recorder:
             stop = min((block + 1) * size, end)
             whole = stop == (block + 1) * size
             parts: dict[str, Bytes] = {}
-            pieces = self._slide(max(start, block * size), stop)
+            self._slide(max(start, block * size), stop)
             if (whole or tail) and stop not in self._known:
-                parts |= self._cut(tokens, block * size, stop) | pieces
+                parts |= self._cut(tokens, block * size, stop) | self._slid()
                 self._known.add(stop)
             if stop == end and tail:
                 parts |= self._cut_states(end)
@@ -129,37 +130,38 @@ class Recorder:
     def _cut_states(self, position: int) -> dict[str, Bytes]:
         return {part.name: self._live.cut(part, position, position) for part in self._states}
 
-    def _slide(self, start: int, end: int) -> dict[str, Bytes]:
-        """Cut what sliding layers have of ``start`` to ``end``, tokens of one block; returns all
-        of that block up to ``end``, as far as its beginning is known."""
+    def _slide(self, start: int, end: int) -> None:
+        """Cut what sliding layers have of ``start`` to ``end``, tokens of one block, to the pieces
+        of what comes before them in it."""
         size = self._storage.block_tokens
-        first = (end - 1) // size * size
-        if start == first:
+        if start == (end - 1) // size * size:
             self._pieces = {part.name: [] for part in self._sliding}
         elif start != self._pieces_end:
-            self._pieces = {}  # its beginning was never here
-        made = {}
+            self._pieces = {}  # the block's beginning was never here
         for part in self._sliding:
-            pieces = self._pieces.get(part.name)
-            if pieces is None:
-                continue
-            if start < end:
-                pieces.append(self._live.cut(part, start, end))
+            if start < end and part.name in self._pieces:
+                self._pieces[part.name].append(self._live.cut(part, start, end))
+        self._pieces_end = end
+
+    def _slid(self) -> dict[str, Bytes]:
+        """The tokens of the last cut's block up to its end, by part; the pieces become one."""
+        for part in self._sliding:
+            pieces = self._pieces.get(part.name, [])
             if len(pieces) > 1:
                 pieces[:] = [_joined(part, pieces)]
-            made[part.name] = pieces[0]
-        self._pieces_end = end
-        return made
+        return {name: pieces[0] for name, pieces in self._pieces.items()}
 
     def _flush(self, tokens: Tokens, run: list[Payload], exact: bool, decoded: bool) -> None:
         if run:
-            self._storage.put(
+            ticket = self._storage.put(
                 tokens,
                 list(run),
                 origin="decode" if decoded else "prefill",
                 exact=exact,
                 advance=self._running,
             )
+            if ticket is not None:
+                self.tickets.append(ticket)
             run.clear()
 
 

@@ -17,7 +17,8 @@ from kvdb.errors import KvdbError, QuotaExceeded, StoreMissing
 from kvdb.history import RequestRecord
 from kvdb.identity import Tokens
 from kvdb.prefetch import ReadBlock, Wanted, stream_blocks
-from kvdb.writer import Payload
+from kvdb.segments import Segment
+from kvdb.writer import Payload, Ticket
 
 if TYPE_CHECKING:
     from kvdb.builds import Build
@@ -174,11 +175,11 @@ class Storage:
         origin: str,
         exact: bool,
         advance: Running | None,
-    ) -> None:
-        """Hand blocks to the background writer."""
+    ) -> Ticket | None:
+        """Hand blocks to the background writer; None where it takes none."""
         if self.store.read_only:
             self._say("the store is read-only: nothing new is stored")
-            return
+            return None
         ticket = self._try(
             lambda: self.store.put(
                 self.namespace,
@@ -195,10 +196,16 @@ class Storage:
             start = payloads[0].index * self.namespace.block_tokens
             self._queued = [queued for queued in self._queued if not queued.ticket.done]
             self._queued.append(_Queued(tokens, start, ticket))
+        return ticket
 
-    def record(self, record: RequestRecord) -> None:
+    def record(
+        self,
+        record: RequestRecord,
+        tickets: Sequence[Ticket],
+        segments: Callable[[], Sequence[Segment]],
+    ) -> None:
         if not self.store.read_only:
-            self._try(lambda: self.store.record(record), None)
+            self._try(lambda: self.store.record(record, tickets, segments), None)
 
     def _try(self, action: Callable[[], T], otherwise: T) -> T:
         try:

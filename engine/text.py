@@ -1,4 +1,4 @@
-"""Prompts to token ids, and generated ids to text that ends where it should."""
+"""Generated ids to text that ends where it should."""
 
 from __future__ import annotations
 
@@ -6,81 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.events import FinishReason, Request
-from kvdb.errors import PromptError, UsageError
-from kvdb.identity import Tokens, as_tokens
-
-# What encode decides itself: other values would change what a prompt is.
-RESERVED_OPTIONS = {"tokenize", "add_generation_prompt", "return_dict", "return_tensors"}
-
-
-def encode(request: Request, tokenizer: Any | None, context: int | None, vocabulary: int) -> Tokens:
-    """The token ids of a request's prompt. Raises PromptError when it is empty, longer than the
-    model's context, holds unknown ids, or needs a tokenizer or chat template that is not there."""
-    given = request.tokens if request.tokens is not None else _ids(request, tokenizer)
-    try:
-        tokens = as_tokens(given)
-    except (UsageError, OverflowError, ValueError) as error:
-        raise PromptError("A prompt's tokens must be ids from 0 to 4294967295.") from error
-    if not len(tokens):
-        raise PromptError("The prompt is empty.")
-    if context is not None and len(tokens) > context:
-        raise PromptError(
-            f"The prompt has {len(tokens)} tokens, and the model's context holds "
-            f"{context}: shorten it."
-        )
-    if int(tokens.max()) >= vocabulary:
-        raise PromptError(
-            f"Token id {int(tokens.max())} is not in the model's vocabulary of {vocabulary}."
-        )
-    return tokens
-
-
-def _ids(request: Request, tokenizer: Any | None) -> Sequence[int]:
-    if tokenizer is None:
-        raise PromptError("The model has no tokenizer, so its prompts must be token ids.")
-    if request.text is not None:
-        if not request.text:
-            return []
-        _check_text(request.text)
-        bos = tokenizer.bos_token
-        ids: Sequence[int] = tokenizer.encode(
-            request.text, add_special_tokens=bos is None or not request.text.startswith(bos)
-        )
-        return ids
-    if not request.messages:
-        return []
-    if not tokenizer.has_chat_template:
-        raise PromptError("The model has no chat template: give its prompt as text.")
-    options: dict[str, Any] = dict(request.template_options)
-    if reserved := RESERVED_OPTIONS & options.keys():
-        raise UsageError(f"The template option {min(reserved)} is not yours to set.")
-    try:
-        if request.tools is not None:
-            options["tools"] = [dict(tool) for tool in request.tools]
-        messages = [dict(message) for message in request.messages]
-        for message in messages:
-            for value in message.values():
-                if isinstance(value, str):
-                    _check_text(value)
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
-    except (ValueError, TypeError, KeyError, _template_error()) as error:
-        raise PromptError(f"The chat template refuses these messages: {error}.") from error
-    return ids
-
-
-def _check_text(text: object) -> None:
-    if not isinstance(text, str):
-        raise PromptError("A prompt must be text.")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise PromptError("The prompt holds bytes that are not valid text.") from error
-
-
-def _template_error() -> type[Exception]:
-    from jinja2.exceptions import TemplateError
-
-    return TemplateError
 
 
 class StopFinder:

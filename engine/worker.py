@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -25,6 +26,7 @@ from engine.storage import Storage
 from kvdb.errors import KvdbError, ModelError, UsageError
 from kvdb.identity import check_block_tokens
 from kvdb.layout import Layout
+from kvdb.ramtier import RamTier
 
 if TYPE_CHECKING:
     from kvdb.store import Store
@@ -53,6 +55,7 @@ class Worker:
         blas: Blas,
         guard: Guard | None = None,
     ) -> None:
+        began = time.perf_counter()
         self.block_tokens = check_block_tokens(options.block_tokens)
         self.step = check_step(options.step, self.block_tokens)
         self.loaded = models.load(name, model_options)
@@ -69,24 +72,33 @@ class Worker:
         self.storage = self._storage(options.salt)
         self._load_ms = self.loaded.load_seconds * 1e3
         if self.storage is None:
-            self._store = store = None  # it cannot be used
-        tiers = () if store is None else (store.ram, store.device_ram)
-        self.guard = Guard(options.max_memory, gauges(), tiers) if guard is None else guard
+            self._store = None  # it cannot be used
+        self.guard = guard or Guard(options.max_memory, gauges())
+        for tier in self._tiers():
+            self.guard.include(tier)
         self.guard.settle()
         self.steps = self.guard.steps(self.block_tokens)
-        if store is not None and not mlxlm.host_memory():
-            store.device_ram.resize(min(store.ram.budget, mlxlm.device_bytes() // DEVICE_SHARE))
+        self._warmup_ms = (time.perf_counter() - began) * 1e3 - self._load_ms
 
     def new_caches(self) -> list[Any]:
         """Empty caches of the model; UsageError where ``kv_bits`` does not fit it."""
         options = self.loaded.options
         return mlxlm.new_cache(self.model.model, options.kv_bits, options.kv_group_size)
 
+    def _tiers(self) -> Sequence[RamTier[Any]]:
+        """The store's RAM tiers, that of a device with its budget."""
+        store = self._store
+        if store is None:
+            return ()
+        if not mlxlm.host_memory():
+            store.device_ram.resize(min(store.ram.budget, mlxlm.device_bytes() // DEVICE_SHARE))
+        return store.ram, store.device_ram
+
     def take(self, request: Request) -> Generation:
         """A request, ready to begin. Raises PromptError or UsageError. The first one bears the
-        time it took to load the model."""
-        generation = Generation(self, request, load_ms=self._load_ms)
-        self._load_ms = 0.0
+        time it took to load the model and to set up the rest."""
+        generation = Generation(self, request, load_ms=self._load_ms, warmup_ms=self._warmup_ms)
+        self._load_ms = self._warmup_ms = 0.0
         return generation
 
     def state_bytes(self, tokens: int) -> int:

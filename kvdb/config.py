@@ -115,6 +115,15 @@ def _count(value: object) -> int:
         raise ValueError("is not a whole number") from None
 
 
+def _optional_count(value: object) -> int | None:
+    if str(value).lower() in ("", "none"):
+        return None
+    number = _count(value)
+    if number < 0:
+        raise ValueError("is below 0")
+    return number
+
+
 def _one_of(*names: str) -> Callable[[object], str]:
     def parse(value: object) -> str:
         if value not in names:
@@ -159,6 +168,9 @@ SETTINGS: Mapping[str, Setting] = {
         ),
         Setting("codec", str, lambda: "raw", "how new blocks are encoded"),
         Setting("queue_bytes", size, lambda: 256 << 20, "blocks waiting to be written, in bytes"),
+        Setting("history_requests", _optional_count, _nothing, "newest requests to keep"),
+        Setting("history_evictions", _optional_count, _nothing, "newest evictions to keep"),
+        Setting("history_hours", _optional_count, _nothing, "hours of hourly totals to keep"),
         Setting("block_tokens", _count, lambda: 256, "tokens of one block"),
         Setting(
             "ram", memory, lambda: memory("20%"), "RAM for blocks in use: bytes, or 20%; 0 off"

@@ -81,6 +81,14 @@ class QueryError(KvdbError):
     """An ad-hoc SQL statement is wrong, forbidden, or ran into a limit."""
 
 
+class MissingParameter(QueryError):
+    """A statement names a parameter that has no value. ``name`` is without its colon."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"The parameter :{name} has no value.")
+        self.name = name
+
+
 class ModelError(KvdbError):
     """A model cannot be found, read, or used."""
 

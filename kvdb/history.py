@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from kvdb.driver import Connection
 from kvdb.errors import UsageError
+from kvdb.segments import Segment, dump_segments
 
 MAX_TEXT = 32_768
 SKIPS = ("full", "refill", "partial", "approximate", "none")
@@ -14,8 +15,13 @@ SKIPS = ("full", "refill", "partial", "approximate", "none")
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
     """A row of ``requests``: what was asked, restored, refilled and computed, how long each part
-    took (milliseconds), and why it missed. ``touched`` are the ids of the blocks it used;
-    ``tip_hash`` is the block that its prompt and answer end in: ``tip_id`` in the row."""
+    took (milliseconds), and why it missed; docs/schema.md describes every column. ``touched`` are
+    the ids of the blocks it used; ``tip_hash`` is the block that its prompt and answer end in:
+    ``tip_id`` in the row. ``unstored`` is why not all of its state was kept.
+
+    The time to the first token is load + warmup + lookup + restore + prefill + first_sample -
+    behind: what was restored or computed only behind a first token sampled from stored logits.
+    """
 
     started_at: int
     namespace_id: int | None
@@ -26,20 +32,28 @@ class RequestRecord:
     generated_tokens: int
     skip: str
     masked_tokens: int = 0
+    matched_tokens: int | None = None
     tenant: str = ""
     client: str = ""
     miss_reason: str | None = None
     deepest_block_id: int | None = None
-    segments: str | None = None
+    segments: tuple[Segment, ...] = ()
     bytes_read: int = 0
+    bytes_ram: int = 0
+    bytes_remote: int = 0
     load_ms: float | None = None
+    warmup_ms: float | None = None
+    queued_ms: float | None = None
     lookup_ms: float | None = None
     restore_ms: float | None = None
     prefill_ms: float | None = None
+    first_sample_ms: float | None = None
+    behind_ms: float | None = None
     first_token_ms: float | None = None
     total_ms: float | None = None
     touched: tuple[int, ...] = ()
     tip_hash: bytes | None = None
+    unstored: str | None = None
 
     def __post_init__(self) -> None:
         """Raise UsageError for a row that the table would refuse."""
@@ -51,14 +65,23 @@ class RequestRecord:
             self.computed_tokens,
             self.masked_tokens,
         )
-        counts = (*parts, self.prompt_tokens, self.generated_tokens, self.bytes_read)
+        counts = (
+            *parts,
+            self.prompt_tokens,
+            self.generated_tokens,
+            self.matched_tokens or 0,
+            self.bytes_read,
+            self.bytes_ram,
+            self.bytes_remote,
+        )
         if any(type(n) is not int or not 0 <= n < 1 << 62 for n in counts):
             raise UsageError("The counts of a request must be integers from 0 on.")
         if sum(parts) != self.prompt_tokens:
             raise UsageError("Restored, refilled, computed and masked must add up to the prompt.")
 
 
-_COLUMNS = tuple(f.name for f in fields(RequestRecord) if f.name not in ("touched", "tip_hash"))
+NO_COLUMNS = ("touched", "tip_hash")
+_COLUMNS = tuple(f.name for f in fields(RequestRecord) if f.name not in NO_COLUMNS)
 INSERT_REQUEST = (
     f"INSERT INTO requests ({', '.join(_COLUMNS)}, tip_id) "  # noqa: S608 - our own field names
     f"VALUES ({', '.join('?' * len(_COLUMNS))}, (SELECT id FROM blocks WHERE hash = ?))"
@@ -75,17 +98,25 @@ TRIM_EVICTIONS = (
     "min(?1, (SELECT CAST(value AS INTEGER) FROM settings WHERE key = 'history_evictions')) "
     "LIMIT 1000)"
 )
+# Hours count from the newest one on.
+TRIM_HOURS = (
+    "DELETE FROM hourly_totals WHERE hour_at <= (SELECT max(hour_at) FROM hourly_totals) - "
+    "3600000000 * "
+    "min(?1, (SELECT CAST(value AS INTEGER) FROM settings WHERE key = 'history_hours'))"
+)
 
 
 def insert_request(connection: Connection, record: RequestRecord) -> None:
     """Write one row."""
-    values = [_storable(getattr(record, name)) for name in _COLUMNS]
-    connection.execute(INSERT_REQUEST, [*values, record.tip_hash])
+    values = {name: _storable(getattr(record, name)) for name in _COLUMNS}
+    values["segments"] = dump_segments(record.segments)
+    connection.execute(INSERT_REQUEST, [*values.values(), record.tip_hash])
 
 
 def trim_history(connection: Connection, most: int) -> None:
-    """Drop the oldest rows beyond the kept number: settings ``history_*``, at most ``most``."""
-    for trim in (TRIM_REQUESTS, TRIM_EVICTIONS):
+    """Drop the oldest rows and hours beyond the kept number: settings ``history_*``, at most
+    ``most``. Totals without an hour stay for good."""
+    for trim in (TRIM_REQUESTS, TRIM_EVICTIONS, TRIM_HOURS):
         connection.execute(trim, (most,))
 
 
@@ -93,6 +124,4 @@ def _storable(value: object) -> object:
     """Text as SQLite takes it: no lone surrogates, and no longer than history is worth."""
     if not isinstance(value, str):
         return value
-    if len(value) > MAX_TEXT:
-        return None if value.startswith("[") else value[:MAX_TEXT]
-    return value.encode("utf-8", "replace").decode()
+    return value[:MAX_TEXT].encode("utf-8", "replace").decode()

@@ -36,7 +36,7 @@ TAIL_OF = (
     "SELECT b.refs, b.depth, b.parent_id, b.token_count < n.block_tokens FROM blocks AS b "
     "JOIN namespaces AS n ON n.id = b.namespace_id WHERE b.id = ?"
 )
-EXPIRED_SEQUENCES = "SELECT id FROM sequences WHERE expires_at <= ? LIMIT 100"
+EXPIRED_SEQUENCES = "SELECT id, name, tip_id FROM sequences WHERE expires_at <= ? LIMIT 100"
 DELETE_SEQUENCE = "DELETE FROM sequences WHERE id = ? RETURNING tip_id"
 
 
@@ -97,6 +97,9 @@ def drop_sequence(connection: Connection, sequence_id: int) -> None:
 
 
 def drop_expired(connection: Connection, now: int) -> None:
-    """Release sequences whose time is over, some at a time."""
-    for (sequence_id,) in connection.execute(EXPIRED_SEQUENCES, (now,)).fetchall():
+    """Release sequences whose time is over, some at a time. History keeps that the hold went, by
+    name: the block itself stays until it is evicted."""
+    for sequence_id, name, tip_id in connection.execute(EXPIRED_SEQUENCES, (now,)).fetchall():
+        if tip_id is not None and name is not None:
+            connection.execute(index.INSERT_EVICTION, (now, "hold", "expired", 0, name, tip_id))
         drop_sequence(connection, sequence_id)

@@ -35,8 +35,9 @@ class NamespaceInfo:
 @dataclass(frozen=True, slots=True)
 class StoreInfo:
     """Totals of a store; sizes in bytes. ``bytes`` counts the whole directory as the limit does,
-    ``leftovers`` are shards that a dead process was writing or removing, and ``ram`` is the RAM
-    tier of this process."""
+    ``leftovers`` are shards that a dead process was writing or removing. All requests together took
+    ``bytes_read`` from shards and ``bytes_ram`` from RAM; ``ram`` is the RAM tier of this
+    process."""
 
     path: str
     read_only: bool
@@ -62,6 +63,8 @@ class StoreInfo:
     user_version: int
     counters: dict[str, int]
     settings: dict[str, str]
+    bytes_read: int
+    bytes_ram: int
     ram: RamStats
     namespaces: tuple[NamespaceInfo, ...]
 
@@ -110,6 +113,8 @@ def collect_info(store: Store) -> StoreInfo:
             user_version=number("PRAGMA user_version"),
             counters=counters,
             settings=dict(connection.execute("SELECT key, value FROM settings").fetchall()),
+            bytes_read=number("SELECT coalesce(sum(bytes_read), 0) FROM request_totals"),
+            bytes_ram=number("SELECT coalesce(sum(bytes_ram), 0) FROM request_totals"),
             ram=store.ram.stats(),
             namespaces=namespaces,
         )

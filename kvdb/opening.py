@@ -22,6 +22,7 @@ from kvdb.driver import Database
 from kvdb.durable import FileSystem
 from kvdb.errors import (
     IntegrityError,
+    KvdbError,
     NotAStore,
     OutOfSpace,
     StoreLocked,
@@ -40,12 +41,23 @@ from kvdb.store import Store
 from kvdb.writer import Writer
 
 FOLDERS = ("shards", "tmp", "processes")
-DEFAULT_SETTINGS = {"history_requests": "100000", "history_evictions": "100000"}
+DEFAULT_SETTINGS = {
+    "history_requests": "100000",
+    "history_evictions": "100000",
+    "history_hours": "2208",  # 92 days
+}
+# Options that the store itself remembers.
+REMEMBERED = ("max_bytes", "min_free_bytes", *DEFAULT_SETTINGS)
 DEFAULT_QUEUE_BYTES = 256 << 20
 DEFAULT_READ_AHEAD = 3
 OUR_NAMES = (*FOLDERS, "store.lock", "writer.lock", "ballast")
 LOCK_WAIT_SECONDS = 10.0
+OLD_SCHEMA = "The store at {} has the older schema {}; run kvdb migrate."
 NO_INDEX = "The index of {} is missing or empty but its shards are there; run kvdb rebuild."
+
+
+class _OldSchema(KvdbError):
+    """The store was made by an earlier program, and is to be migrated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +75,9 @@ class Options:
     ram: int = 0
     read_workers: int = MAX_WORKERS
     read_ahead: int = DEFAULT_READ_AHEAD
+    history_requests: int | None = None
+    history_evictions: int | None = None
+    history_hours: int | None = None
     program: str = "python"
 
 
@@ -73,7 +88,8 @@ def open_store(
     fs: FileSystem | None = None,
     environment: Environment | None = None,
 ) -> Store:
-    """Open or create the store at ``path``.
+    """Open or create the store at ``path``; a store with an older schema is migrated first, which
+    needs it for itself. Opened for reading it is left as it is, and refused.
 
     Raises StoreMissing (nothing there and ``create`` is False), NotAStore, StoreTooNew,
     StoreLocked, IntegrityError (damaged index), StoreUnavailable (folder or disk in the way).
@@ -90,15 +106,26 @@ def open_store(
             return _open_read_only(root, options, environment)
         fs = fs or FileSystem(full=options.durability == "power")
         _prepare_folder(fs, root, options.create)
-        store_lock = share_store(root)
+
+        def attempt() -> Store:
+            store_lock = share_store(root)
+            try:
+                return _open_writable(root, options, fs, environment, codec, store_lock)
+            except BaseException:
+                store_lock.release()
+                raise
+
+        # Opening a store on a full disk needs room of its own: the ballast's.
         try:
-            # Opening a store on a full disk needs room of its own: the ballast's.
-            return spend_ballast(
-                root, lambda: _open_writable(root, options, fs, environment, codec, store_lock)
-            )
-        except BaseException:
-            store_lock.release()
-            raise
+            return spend_ballast(root, attempt)
+        except _OldSchema as old:
+            try:
+                spend_ballast(root, lambda: _migrate(root, wait=True))
+            except StoreLocked as error:
+                raise StoreLocked(f"{old} It is in use by another process: end that first.") from (
+                    error
+                )
+            return spend_ballast(root, attempt)
 
 
 @contextmanager
@@ -213,9 +240,7 @@ def _open_read_only(root: Path, options: Options, environment: Environment) -> S
             lock = None  # an unwritable folder: nobody can migrate or rebuild it either
         version = database.open()
         if version < driver.latest_version():
-            raise StoreUnavailable(
-                f"The store at {root} has the older schema {version}; run kvdb migrate."
-            )
+            raise StoreUnavailable(OLD_SCHEMA.format(root, version))
         limit = _limit(database, root, Options())
     except BaseException:
         database.close()
@@ -267,18 +292,19 @@ def _is_ours(name: str) -> bool:
 def share_store(root: Path, *, create: bool = True) -> FileLock:
     """Hold ``store.lock`` shared. Raises StoreLocked while another process has it exclusively, and
     OSError where it cannot be opened, or without ``create`` is not there."""
-    return _lock_store(root, shared=True, create=create)
+    return _lock_store(root, shared=True, create=create, wait=True)
 
 
-def claim_store(root: Path) -> FileLock:
+def claim_store(root: Path, *, wait: bool = False) -> FileLock:
     """Hold ``store.lock`` exclusively; to be taken before any shared hold of this process.
 
-    Raises StoreLocked while any other process, or another Store object, uses the store.
+    Raises StoreLocked while any other process, or another Store object, uses the store; with
+    ``wait`` only if it does so for long.
     """
-    return _lock_store(root, shared=False, create=True)
+    return _lock_store(root, shared=False, create=True, wait=wait)
 
 
-def _lock_store(root: Path, *, shared: bool, create: bool) -> FileLock:
+def _lock_store(root: Path, *, shared: bool, create: bool, wait: bool) -> FileLock:
     lock = FileLock(root / "store.lock")
     if lock.acquire(shared=shared, blocking=False, create=create):
         return lock
@@ -286,16 +312,16 @@ def _lock_store(root: Path, *, shared: bool, create: bool) -> FileLock:
     turn = threading.Condition()
     given_up = False
 
-    def wait() -> None:
+    def queue() -> None:
         lock.acquire(shared=shared)
         with turn:
             if given_up:
                 lock.release()
             turn.notify_all()
 
-    if shared:
+    if wait:
         with turn:
-            threading.Thread(target=wait, name="kvdb-store-lock", daemon=True).start()
+            threading.Thread(target=queue, name="kvdb-store-lock", daemon=True).start()
             if turn.wait_for(lambda: lock.held, LOCK_WAIT_SECONDS):
                 return lock
             given_up = True
@@ -330,16 +356,17 @@ def _create(database: Database, writer_lock: WriterLock, root: Path) -> None:
             database.migrate()
             version = driver.latest_version()
     if version < driver.latest_version():
-        raise StoreUnavailable(
-            f"The store at {root} has the older schema {version}; run kvdb migrate."
-        )
+        raise _OldSchema(OLD_SCHEMA.format(root, version))
 
 
 def _limit(database: Database, root: Path, options: Options) -> Limit:
-    """The limits given now, else the remembered ones, else the defaults. Given ones are kept."""
+    """The limits given now, else the remembered ones, else the defaults. Given ones are kept, as is
+    how much history to keep."""
     with database.read() as connection:
         settings = dict(connection.execute("SELECT key, value FROM settings").fetchall())
-    given = {"max_bytes": options.max_bytes, "min_free_bytes": options.min_free_bytes}
+    given = {key: getattr(options, key) for key in REMEMBERED}
+    if any(value is not None and not 0 <= value < 1 << 63 for value in given.values()):
+        raise UsageError("Sizes and numbers of rows are whole numbers from 0 on, below 2^63.")
     changed = {
         key: str(value)
         for key, value in given.items()
@@ -374,12 +401,12 @@ def migrate_store(path: str | os.PathLike[str]) -> list[str]:
         return _migrate(root)
 
 
-def _migrate(root: Path) -> list[str]:
+def _migrate(root: Path, *, wait: bool = False) -> list[str]:
     if root.is_file():
         raise NotAStore(f"{root} is a file, not a kvdb store.")
     if not (root / driver.INDEX_NAME).exists():
         raise StoreMissing(f"There is no kvdb store at {root}.")
-    lock = claim_store(root)
+    lock = claim_store(root, wait=wait)
     try:
         writer_lock = WriterLock(root / "writer.lock")
         database = Database(root / driver.INDEX_NAME, writer_lock=writer_lock)

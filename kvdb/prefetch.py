@@ -2,7 +2,8 @@
 
 For memory that ``preadv`` cannot reach (a GPU without shared memory): what is read lies in staging
 buffers that are used again, so a long chain costs a window of host memory, and its page faults
-once. Where the final memory is at hand, :func:`kvdb.restore.read_match` fills it directly.
+once; the page cache keeps parts that are stored raw as well as the RAM tier could. Where the final
+memory is at hand, :func:`kvdb.restore.read_match` fills it directly.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def _read(
     raw = store.ram.get(key)
     if raw is not None:
         return key, raw, True
-    if place.codec != "raw" or store.ram.wants(key, place.raw_nbytes):
+    if place.codec != "raw":
         raw = store.reader.read(place)
         admit(store.ram, key, raw)
     else:

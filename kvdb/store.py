@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,12 @@ from kvdb.ramtier import RamTier
 from kvdb.reader import Bytes, Damaged, Location, PartBuffers, ShardReader
 from kvdb.restore import ReadResult, Want, preload_match, read_cached, read_match, read_wants
 from kvdb.retention import Retention
+from kvdb.segments import Segment
 from kvdb.sequences import Lease, Sequence, create_sequence, find_sequence
 from kvdb.shards import ORIGINS, NamespaceRecord
 from kvdb.spread import R, Spreader, T
 from kvdb.upkeep import Upkeep
-from kvdb.writer import Payload, PutJob, Ticket, Writer, check_payloads
+from kvdb.writer import Payload, PutJob, Ticket, Writer, check_payloads, fitting
 
 log = logging.getLogger("kvdb.store")
 
@@ -433,7 +435,7 @@ class Store(Upkeep):
             hashes,
             array,
             tuple(extra_keys),
-            tuple(payloads),
+            fitting(namespace.layout, payloads, self.limit.block_bytes),
             origin,
             exact,
             build_id,
@@ -471,15 +473,29 @@ class Store(Upkeep):
 
     # -- history and queries -----------------------------------------------------------------
 
-    def record(self, record: RequestRecord) -> None:
-        """Write one request's row and count a use of its blocks, in the background."""
+    def record(
+        self,
+        record: RequestRecord,
+        tickets: Items[Ticket] = (),
+        segments: Callable[[], Items[Segment]] | None = None,
+    ) -> None:
+        """Write one request's row and count a use of its blocks, in the background, after its
+        puts: what one of their ``tickets`` says was dropped becomes ``unstored``. ``segments``
+        gives those of the record, there too: a long prompt has many."""
+        parts: list[Segment] = list(record.segments)
+
+        def prepare() -> None:
+            if segments is not None:
+                parts.extend(segments())
 
         def write(connection: Any) -> None:
-            insert_request(connection, record)
+            dropped = next((ticket.reason for ticket in tickets if ticket.reason), None)
+            row = replace(record, segments=tuple(parts), unstored=record.unstored or dropped)
+            insert_request(connection, row)
             if record.touched:
                 retention.touch(connection, record.touched, index.next_tick(connection))
 
-        self._require_writer().submit_task(write)
+        self._require_writer().submit_task(write, prepare)
 
     def info(self) -> StoreInfo:
         return collect_info(self)

@@ -34,15 +34,23 @@ WITH RECURSIVE chain (id, parent_id, depth, token_count) AS (
 SELECT c.id, c.depth, c.token_count, p.part
 FROM chain AS c LEFT JOIN parts AS p ON p.block_id = c.id ORDER BY c.depth
 """
-# Held blocks that stand beside the chain: ends of other sequences, or of this one's past.
-BESIDE = """
-SELECT b.id, b.depth, b.token_count, t.tokens, p.part
+# Blocks of the chain that others stand on too: another sequence leaves it there.
+FORKS = """
+SELECT c.depth, c.token_count FROM blocks AS c
+WHERE c.id IN (SELECT value FROM json_each(?1)) AND EXISTS (
+    SELECT 1 FROM blocks AS b WHERE b.parent_id = c.id AND b.token_count = ?2
+        AND b.id NOT IN (SELECT value FROM json_each(?1)) AND (b.state = 'live' OR b.refs > 0)
+)
+"""
+# Tails beside the chain, the newest: ends of other sequences, or of this one's past.
+TAILS = """
+SELECT b.id, b.depth, b.token_count, t.tokens,
+    (SELECT json_group_array(part) FROM parts WHERE block_id = b.id)
 FROM blocks AS b JOIN block_tokens AS t ON t.block_id = b.id
-LEFT JOIN parts AS p ON p.block_id = b.id
-WHERE b.parent_id IN (SELECT value FROM json_each(?1))
+WHERE b.parent_id IN (SELECT value FROM json_each(?1)) AND b.token_count < ?2
     AND b.id NOT IN (SELECT value FROM json_each(?1)) AND (b.state = 'live' OR b.refs > 0)
     AND b.last_access > 0
-ORDER BY b.id
+ORDER BY b.id DESC LIMIT 512
 """
 CHAIN_TOKENS = (
     "SELECT block_id, tokens FROM block_tokens WHERE block_id IN (SELECT value FROM json_each(?))"
@@ -79,9 +87,9 @@ def thin(
     chain = _blocks(connection.execute(CHAIN, (tip_id,)).fetchall(), block_tokens)
     tip = chain[-1].end
     beside, forks = _beside(connection, chain, block_tokens)
-    keys = json.dumps([block.id for block in chain])
+    keys = json.dumps([block.id for block in (*chain, *beside)])
     named = {row[0] for row in connection.execute(NAMED_TIPS, (keys,))}
-    forks |= {block.end for block in chain if block.id in named}
+    forks |= {block.end for block in (*chain, *beside) if block.id in named}
     drop = _Drop(connection, now)
     if layout.states:
         states = set(layout.states)
@@ -132,22 +140,19 @@ def _beside(
 ) -> tuple[list[_Stored], set[int]]:
     """Tails whose tokens the chain has too (this sequence's past), and where other sequences leave
     the chain."""
-    keys = json.dumps([block.id for block in chain])
-    rows = connection.execute(BESIDE, (keys,)).fetchall()
-    by_start = {block.start: block.id for block in chain}
-    wanted = {by_start.get(depth * block_tokens) for _, depth, *_ in rows} - {None}
-    tokens = dict(connection.execute(CHAIN_TOKENS, (json.dumps(sorted(wanted, key=str)),)))
+    key = (json.dumps([block.id for block in chain]), block_tokens)
+    forks = {depth * block_tokens + count for depth, count in connection.execute(FORKS, key)}
+    tails = connection.execute(TAILS, key).fetchall()
+    by_depth = {block.start // block_tokens: block.id for block in chain}
+    wanted = [by_depth[depth] for _, depth, *_ in tails if depth in by_depth]
+    tokens = dict(connection.execute(CHAIN_TOKENS, (json.dumps(wanted),)).fetchall())
     past: list[_Stored] = []
-    forks: set[int] = set()
-    own = {row[0]: row[3] for row in rows}
-    for block in _blocks(
-        [(id_, depth, count, part) for id_, depth, count, _, part in rows], block_tokens
-    ):
-        longer = tokens.get(by_start.get(block.start), b"")
-        if longer.startswith(own[block.id]):
-            past.append(block)
+    for id_, depth, count, own, parts in tails:
+        start = depth * block_tokens
+        if tokens.get(by_depth.get(depth), b"").startswith(own):
+            past.append(_Stored(id_, start, start + count, set(json.loads(parts))))
         else:
-            forks.add(block.start)
+            forks.add(start)
     return past, forks
 
 

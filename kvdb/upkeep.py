@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvdb.clock import Environment
 from kvdb.compaction import CompactionReport, Compactor
 from kvdb.driver import Database
 from kvdb.errors import StoreReadOnly, UsageError
+from kvdb.functions import TokenText
 from kvdb.limit import Limit
 from kvdb.match import Namespace
 from kvdb.quotas import NAMESPACE_QUOTA, TENANT_QUOTA, set_quota
@@ -21,6 +23,7 @@ class Upkeep:
     retention nor compactor: what would change it raises StoreReadOnly."""
 
     path: Path
+    environment: Environment
     database: Database
     limit: Limit
     _retention: Retention | None
@@ -43,11 +46,23 @@ class Upkeep:
         *,
         limit: int = 1000,
         deadline: float = 10.0,
+        token_text: TokenText | None = None,
+        interrupted: Callable[[], bool] = lambda: False,
     ) -> SqlResult:
-        """Run one read-only statement in the sandbox. Raises QueryError in one sentence."""
+        """Run one read-only statement in the sandbox, in this process. Raises QueryError in one
+        sentence. A server uses :func:`kvdb.sandbox.run_in_child` instead."""
         connection = self.database.sandboxed()
         try:
-            return run_sql(connection, sql, params, limit=limit, deadline=deadline)
+            return run_sql(
+                connection,
+                sql,
+                params,
+                limit=limit,
+                deadline=deadline,
+                token_text=token_text,
+                interrupted=interrupted,
+                now_us=self.environment.now_us(),
+            )
         finally:
             connection.close()
 

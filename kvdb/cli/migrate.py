@@ -13,8 +13,8 @@ from kvdb.cli.output import say
 def migrate() -> None:
     """Bring the store's schema up to date.
 
-    Prints the names of the migrations that were applied, one a line. Programs that use the store
-    must be stopped first.
+    Opening a store for writing does the same. Prints the names of the migrations that were
+    applied, one a line. Programs that use the store must be stopped first.
     """
     import kvdb
 

@@ -87,14 +87,16 @@ def _effective_user(user: int | None) -> Iterator[None]:
 def spawn(environment: dict[str, str], tmp_path: Path) -> Run:
     """Run ``kvdb`` in a process of its own."""
 
-    def call(*arguments: object, stdin: str | None = None, **variables: str) -> Done:
+    def call(
+        *arguments: object, stdin: str | None = None, text: bool = True, **variables: str
+    ) -> Done:
         return subprocess.run(
             [sys.executable, "-m", "kvdb", *map(str, arguments)],
             env={**environment, **variables},
             cwd=tmp_path,
             input=stdin,
             capture_output=True,
-            text=True,
+            text=text,
             timeout=SECONDS,
             check=False,
         )

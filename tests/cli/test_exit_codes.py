@@ -15,6 +15,7 @@ from kvdb.driver import sqlite3
 from tests.cli.conftest import Run, one_sentence
 from tests.support import shard_files
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 READERS = [
     ("info",),
     ("ls", "blocks"),
@@ -257,15 +258,22 @@ def test_evict(run: Run, filled: Path) -> None:
     assert run("verify", "--data").returncode == 0
 
 
-def test_a_store_of_an_older_program_asks_for_migrate(run: Run, filled: Path) -> None:
-    """There is no older schema yet; an index without its tables is none of ours."""
-    shutil.rmtree(filled)
-    filled.mkdir()
-    connection = sqlite3.connect(filled / "index.sqlite")
+def test_a_store_of_an_older_program_asks_for_migrate(run: Run, path: Path) -> None:
+    shutil.unpack_archive(GOLDEN / "schema_1.zip", path)
+    for verb in READERS:
+        done = run(*verb)
+        assert (done.returncode, "run kvdb migrate" in one_sentence(done)) == (13, True)
+    assert run("migrate").stdout == "0002_history\n"
+    assert all(run(*verb).returncode == 0 for verb in READERS)
+
+
+def test_an_index_without_its_tables_is_none_of_ours(run: Run, path: Path) -> None:
+    path.mkdir()
+    connection = sqlite3.connect(path / "index.sqlite")
     connection.execute("CREATE TABLE recipes (name TEXT)")
     connection.close()
     done = run("info")
     assert done.returncode == 13
     assert "another program" in one_sentence(done)
     with pytest.raises(kvdb.errors.NotAStore):
-        kvdb.open(filled)
+        kvdb.open(path)

@@ -199,7 +199,9 @@ def document(every: list[Row]) -> str:
         "A recurrent layer's state is stored at boundaries only: before and behind a prompt's last "
         "token, at the end of its messages, where work was cut short, every stride; in `exact` "
         "mode at block ends and prompt ends. So less of a prompt that diverges elsewhere is "
-        "restored, and a hole costs what lies between two states.",
+        "restored, and a hole costs what lies between two states. Far behind a sequence's end "
+        "states and window parts thin out (`kvdb/thinning.py`): of states four stay for each "
+        "doubling of the distance, of places where a window is whole sixteen.",
         "",
     ]
     names = [case.name for case in CASES]

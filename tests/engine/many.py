@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from tiny_model import prompt_tokens
 
 from engine import End, Engine, Event, Request, Token
+from engine.turns import Cancelled
 from kvdb.store import Store
 
 
@@ -54,3 +55,13 @@ def flush(engine: Engine) -> None:
 def held(store: Store) -> int:
     """Sequences of running requests: none, once all have ended."""
     return int(store.sql("SELECT count(*) FROM sequences").rows[0][0])
+
+
+def cancel_when(coroutine: Generator[Any, Any, None], due: Callable[[], bool]) -> None:
+    """Run a request's coroutine, as the scheduler would, up to a step after which it is
+    cancelled."""
+    while not due():
+        next(coroutine)
+    item = coroutine.throw(Cancelled("cancelled"))
+    while not isinstance(item, End):
+        item = next(coroutine)

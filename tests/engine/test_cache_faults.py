@@ -11,12 +11,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cache_table import BLOCK, PROMPT, diverging, open_engine, other
+from many import cancel_when
 from tiny_model import Run, equal, prompt_tokens, run
 from zoo import SPECIES, WINDOW, write_species
 
 import kvdb
 from engine import Engine, Request
 from engine.storage import Storage
+from kvdb.reader import Damaged
 from kvdb.store import Store
 
 LONG = prompt_tokens(200, seed=3)
@@ -30,19 +32,29 @@ def _no_compiler() -> Iterator[None]:
     mx.enable_compile()
 
 
+class Models(dict[str, Path]):
+    """Folders of species, each written when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __missing__(self, species: str) -> Path:
+        self[species] = write_species(self._folder / str(len(self)), species)
+        return self[species]
+
+
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("zoo")
-    return {name: write_species(folder / str(n), name) for n, name in enumerate(SPECIES)}
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("zoo"))
 
 
-def cold(models: dict[str, Path], species: str, tokens: list[int], **options: Any) -> Run:
+def cold(models: Models, species: str, tokens: list[int], **options: Any) -> Run:
     with open_engine(None, models[species], species) as engine:
         return run(engine, tokens, **{**SHORT, **options})
 
 
 @pytest.mark.parametrize("species", ["gemma3_text", "gpt_oss", "llama4"])
-def test_trim_past_a_sliding_window(models: dict[str, Path], store: Store, species: str) -> None:
+def test_trim_past_a_sliding_window(models: Models, store: Store, species: str) -> None:
     """A prompt ten windows long, then one that diverges in its first quarter: what the window
     dropped long ago is on the disk."""
     changed = [*LONG[:45], *other(LONG, 60)]
@@ -51,10 +63,11 @@ def test_trim_past_a_sliding_window(models: dict[str, Path], store: Store, speci
         warm = run(engine, changed, **SHORT)
     assert len(LONG) > 4 * WINDOW
     assert warm.stats.restored_tokens == 45
+    assert warm.stats.miss_reason == "diverged"
     assert equal(cold(models, species, changed), warm, "max")
 
 
-def test_mixed_shapes_in_one_chain(models: dict[str, Path], store: Store) -> None:
+def test_mixed_shapes_in_one_chain(models: Models, store: Store) -> None:
     """A row that claims another length than its layout gives: the chain is used without it."""
     with open_engine(store, models["gemma3_text"], "gemma3_text") as engine:
         run(engine, PROMPT, **SHORT)
@@ -71,7 +84,7 @@ def test_mixed_shapes_in_one_chain(models: dict[str, Path], store: Store) -> Non
 
 
 @pytest.mark.parametrize("species", SPECIES)
-def test_buffer_tail_stored_as_state(models: dict[str, Path], store: Store, species: str) -> None:
+def test_buffer_tail_stored_as_state(models: Models, store: Store, species: str) -> None:
     """Buffers are longer than their state: prompts of 1 and 3 tokens and of a block ± 1, each
     asked twice, then continued."""
     limit = 1e-3 if SPECIES[species].options else 1e-4
@@ -90,9 +103,7 @@ def test_buffer_tail_stored_as_state(models: dict[str, Path], store: Store, spec
 
 
 @pytest.mark.parametrize("species", ["llama", "gemma3_text", "qwen3_next", "llama4"])
-def test_wrong_position_after_partial_reuse(
-    models: dict[str, Path], store: Store, species: str
-) -> None:
+def test_wrong_position_after_partial_reuse(models: Models, store: Store, species: str) -> None:
     """Four blocks stored, two of them used, with another tail."""
     stored, changed = LONG[: 4 * BLOCK], [*LONG[: 2 * BLOCK], *other(LONG, 2 * BLOCK + 3)]
     with open_engine(store, models[species], species) as engine:
@@ -102,7 +113,7 @@ def test_wrong_position_after_partial_reuse(
     assert equal(cold(models, species, changed), warm, "max")
 
 
-def test_kv_quantisation_not_in_the_key(models: dict[str, Path], store: Store) -> None:
+def test_kv_quantisation_not_in_the_key(models: Models, store: Store) -> None:
     """None, 4 and 8 bits on one store: three key spaces, none of them sees another's state."""
     from engine import EngineOptions, ModelOptions
 
@@ -118,7 +129,7 @@ def test_kv_quantisation_not_in_the_key(models: dict[str, Path], store: Store) -
 
 
 @pytest.mark.parametrize("species", ["qwen3_next", "falcon_h1 (CacheList)", "recurrent_gemma"])
-def test_incomplete_hybrid_snapshot(models: dict[str, Path], store: Store, species: str) -> None:
+def test_incomplete_hybrid_snapshot(models: Models, store: Store, species: str) -> None:
     """Attention without the recurrent state of the same token is no state: with the states gone,
     nothing is restored, and nothing is wrong."""
     with open_engine(store, models[species], species) as engine:
@@ -127,13 +138,14 @@ def test_incomplete_hybrid_snapshot(models: dict[str, Path], store: Store, speci
             connection.execute("DELETE FROM parts WHERE part LIKE 'state:%'")
         warm = run(engine, PROMPT, **SHORT)
         assert warm.stats.restored_tokens == 0
+        assert warm.stats.miss_reason == "no_boundary"
         assert equal(cold(models, species, PROMPT), warm, "max")
         again = run(engine, PROMPT, **SHORT)
         assert again.stats.skip == "full"
 
 
 @pytest.mark.parametrize("species", ["gemma3_text", "qwen3_next", "mamba2"])
-def test_aborted_prefill_discarded(models: dict[str, Path], store: Store, species: str) -> None:
+def test_aborted_prefill_discarded(models: Models, store: Store, species: str) -> None:
     """Cancelled in mid-prefill: a retry goes on where it was cut short, recurrent layers too."""
     with open_engine(store, models[species], species) as engine:
         events = engine.generate(Request(tokens=LONG, **SHORT))
@@ -147,10 +159,31 @@ def test_aborted_prefill_discarded(models: dict[str, Path], store: Store, specie
     assert equal(cold(models, species, LONG), warm, "max")
 
 
+def test_cancelled_between_a_refill_and_the_rest(models: Models, store: Store) -> None:
+    """The caches have jumped on from where refilling ended: their state is not that place's."""
+    species = "falcon_h1 (CacheList)"
+    with open_engine(store, models[species], species) as engine:
+        run(engine, LONG[:70], boundaries=(2 * BLOCK, 4 * BLOCK), **SHORT)
+        namespace = engine.call(lambda worker: worker.storage.namespace)
+        block = store.match(namespace, LONG[:70]).blocks[1]
+        location = store.locate([block.id])[block.id, "kv:1"]
+        store.report_damage(location, Damaged("on purpose"))
+
+        def cancel_after_the_refill(worker: Any) -> int:
+            began = worker.model.forwarded
+            request = Request(tokens=LONG, **SHORT)
+            cancel_when(worker.take(request).events(), lambda: worker.model.forwarded > began)
+            return int(worker.model.forwarded - began)
+
+        assert engine.call(cancel_after_the_refill) == 2 * BLOCK
+        engine.call(lambda worker: store.flush())
+        for tokens in (LONG, [*LONG[:40], *PROMPT]):  # the second has 32 to go on from
+            warm = run(engine, tokens, **SHORT)
+            assert equal(cold(models, species, tokens), warm, "max")
+
+
 @pytest.mark.parametrize("part", ["kv:0", "kv:1", "state"])
-def test_wrong_output_after_a_rejected_load(
-    models: dict[str, Path], store: Store, part: str
-) -> None:
+def test_wrong_output_after_a_rejected_load(models: Models, store: Store, part: str) -> None:
     """A window's part, a block's attention or a state cannot be read after all: another plan is
     made, which may need what the first one did not, and the answer is right."""
     species = "qwen3_next" if part == "state" else "gemma3_text"
@@ -183,7 +216,7 @@ def test_wrong_output_after_a_rejected_load(
     assert equal(reference, warm, "max")
 
 
-def test_stored_entry_changes_later(models: dict[str, Path], store: Store) -> None:
+def test_stored_entry_changes_later(models: Models, store: Store) -> None:
     """What was put stays what it was while the request goes on over it, window and state too."""
     digests = "SELECT block_id, part, hex(checksum) FROM parts ORDER BY 1, 2"
     for species in ("gemma3_text", "qwen3_next"):
@@ -198,7 +231,7 @@ def test_stored_entry_changes_later(models: dict[str, Path], store: Store) -> No
                 assert equal(cold(models, species, tokens), run(engine, tokens, **SHORT), "max")
 
 
-def test_index_can_be_lost(models: dict[str, Path], tmp_path: Path) -> None:
+def test_index_can_be_lost(models: Models, tmp_path: Path) -> None:
     """Shards describe windows and states too: after a rebuild they are restored as before."""
     path = tmp_path / "store"
     before = {}
@@ -214,3 +247,20 @@ def test_index_can_be_lost(models: dict[str, Path], tmp_path: Path) -> None:
             again = run(engine, diverging(50), store=False, **SHORT)
             assert again.stats.restored_tokens == reference.stats.restored_tokens > 0
             assert np.array_equal(again.logits, reference.logits)
+
+
+def test_template_instability(tmp_path: Path, store: Store, models: Models) -> None:
+    """The next turn repeats the messages and leaves out what was generated: a recurrent model goes
+    on from the end of the last message, though nobody told it where that is."""
+    from tiny_model import write_tokenizer
+
+    folder = write_species(tmp_path / "chat", "qwen3_next")
+    write_tokenizer(folder)
+    asked = {"role": "user", "content": "What is the capital of France? " * 3}
+    follow = {"role": "user", "content": "And of Italy?"}
+    with open_engine(store, folder, "qwen3_next") as engine:
+        run(engine, messages=[asked], **SHORT)
+        warm = run(engine, messages=[asked, follow], **SHORT)
+    assert warm.stats.restored_tokens == len(f"user: {asked['content']}\n")
+    with open_engine(None, folder, "qwen3_next") as engine:
+        assert equal(run(engine, messages=[asked, follow], **SHORT), warm, "max")

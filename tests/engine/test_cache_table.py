@@ -21,13 +21,15 @@ from cache_table import (
     Row,
     apart,
     document,
+    make_hole,
     open_engine,
     rows,
 )
-from tiny_model import prompt_tokens, run
+from tiny_model import equal, prompt_tokens, run
 from zoo import SPECIES, write_species
 
 import kvdb
+from engine import mlxlm
 from kvdb.store import Store
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "cache_kinds.md"
@@ -142,3 +144,55 @@ def test_model_class_never_reuses(tmp_path: Path, species: str) -> None:
         assert warm.stats.restored_tokens == (len(turn) - 13 if number else 0)
         assert apart(cold, warm) <= (1e-3 if SPECIES[species].options else 1e-4)
         turn = [*turn, *warm.ids, *prompt_tokens(12, seed=number + 5)]
+
+
+def test_memory_that_numpy_cannot_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a discrete GPU state goes through host arrays, both ways."""
+    monkeypatch.setattr(mlxlm, "host_memory", lambda: False)
+    names = ("llama, 8-bit KV", "gemma3_text", "gpt_oss", "llama4", "falcon_h1 (CacheList)")
+    for number, species in enumerate(names):
+        for row in rows(tmp_path / str(number), species, "exact"):
+            assert row.apart == 0, row
+            assert row.restored or species in RECURRENT, row
+
+
+@pytest.mark.parametrize("species", ["gemma3_text", "falcon_h1 (CacheList)"])
+def test_sixteen_bit_windows_and_states(tmp_path: Path, store: Store, species: str) -> None:
+    model = write_species(tmp_path / "half", species, dtype=mx.bfloat16)
+    options: dict[str, Any] = {"reuse": "exact", "max_tokens": 4, "ignore_eos": True}
+    with open_engine(None, model, species) as engine:
+        cold = run(engine, PROMPT, **options)
+    with open_engine(store, model, species) as engine:
+        run(engine, PROMPT[:50], **options)
+        layout = engine.call(lambda worker: worker.layout)
+        warm = run(engine, PROMPT, **options)
+        again = run(engine, PROMPT, **options)
+    assert "BF16" in {tensor.dtype for layer in layout.layers for tensor in layer.tensors}
+    assert (warm.stats.restored_tokens, again.stats.skip) == (48, "full")
+    assert equal(cold, warm, "exact")
+    assert equal(cold, again, "exact")
+
+
+def test_a_class_that_only_concatenates(
+    tiny: Path, store: Store, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No model of mlx-lm 0.32 makes these caches itself, but a custom one may. They have no spare
+    room, so that a hole is refilled in a copy."""
+    from mlx_lm.models import llama
+    from mlx_lm.models.cache import ConcatenateKVCache
+
+    def make(self: Any) -> list[Any]:
+        return [ConcatenateKVCache() for _ in self.layers]
+
+    cold = run(make_engine(None, tiny, block_tokens=BLOCK), PROMPT)
+    monkeypatch.setattr(llama.Model, "make_cache", make, raising=False)
+    warm = make_engine(store, tiny, block_tokens=BLOCK)
+    run(warm, PROMPT[:-1])
+    namespace = warm.call(lambda worker: worker.storage.namespace)
+    for holes in ((), (1,), (0, 2)):
+        for hole in holes:
+            make_hole(store, namespace, hole)
+        again = run(warm, PROMPT)
+        assert again.stats.refilled_tokens == len(holes) * BLOCK
+        assert equal(cold, again, "max")
+        assert run(warm, PROMPT).stats.skip == "full"

@@ -43,7 +43,8 @@ class Memory:
 
 def test_caches_give_way_then_the_tier_then_requests_wait_then_they_are_refused() -> None:
     memory = Memory(held=500, cached=50)
-    guard = Guard(1000, memory.gauges(), [memory.tier])
+    guard = Guard(1000, memory.gauges())
+    guard.include(memory.tier)
     for number in range(4):
         memory.tier.put(PartKey(bytes([number]), "kv:0", b""), None, 100)
     memory.cached = 90

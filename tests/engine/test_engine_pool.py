@@ -12,8 +12,7 @@ from tiny_model import VOCABULARY, prompt_tokens, write_model
 
 from engine import EngineClosed, Request
 from engine.events import End
-from engine.guard import Guard
-from engine.memory import gauges, held_bytes
+from engine.memory import held_bytes
 from engine.options import EngineOptions
 from engine.pool import ModelBusy, Pool, PooledModel, PoolOptions
 from kvdb.errors import ModelError, OutOfMemory
@@ -41,10 +40,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def make_pool(store: Store) -> Iterator[Any]:
     pools: list[Pool] = []
 
-    def make(seconds: Any = None, guard: Guard | None = None, **options: Any) -> Pool:
+    def make(seconds: Any = None, **options: Any) -> Pool:
         options.setdefault("default", SMALL)
         extra = {} if seconds is None else {"seconds": seconds}
-        pools.append(Pool(store, PoolOptions(**options), guard=guard, **extra))
+        pools.append(Pool(store, PoolOptions(**options), **extra))
         return pools[-1]
 
     yield make
@@ -103,6 +102,8 @@ def test_a_model_at_work_is_not_unloaded(models: list[str], make_pool: Any) -> N
     assert [state.users for state in pool.loaded()] == [0]
     with pytest.raises(OutOfMemory):
         ask(make_pool(max_bytes=1000), models[0])
+    with pytest.raises(OutOfMemory):
+        ask(make_pool(max_memory=1000), models[0])
     pool.close()
     with pytest.raises(EngineClosed):
         ask(pool, models[1])
@@ -156,10 +157,9 @@ def test_memory_comes_back_when_a_model_goes(tmp_path: Path, make_pool: Any) -> 
             head_dim=64,
         )
     )
-    guard = Guard(1 << 40, gauges())
-    pool = make_pool(guard=guard)
+    pool = make_pool(max_memory=1 << 40)
     for _ in range(2):
-        guard.settle()
+        pool.guard.settle()
         before = held_bytes()
         ask(pool, big)
         loaded = held_bytes()

@@ -203,7 +203,7 @@ SPECIES: dict[str, Species] = {
 }
 
 
-def write_species(folder: Path, name: str, seed: int = 0) -> Path:
+def write_species(folder: Path, name: str, seed: int = 0, dtype: mx.Dtype = mx.float32) -> Path:
     """Write a random model as a folder that mlx-lm loads: matrices normal, all else as the
     architecture initialises it, but for decays: states that forget within ten tokens would hide
     that they were damaged."""
@@ -223,6 +223,7 @@ def write_species(folder: Path, name: str, seed: int = 0) -> Path:
             value = mx.full(value.shape, -5.0)
         weights.append((path, value))
     model.update(tree_unflatten(weights))
+    model.set_dtype(dtype)
     mx.save_safetensors(
         str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"}
     )

@@ -135,6 +135,9 @@ def test_a_tail_that_lost_its_state_goes_first(path: Path) -> None:
         namespace = open_namespace(store, STATES)
         for turn in range(1, 60):
             put_all(store, namespace, tokens[: turn * BLOCK + 5])
+            if turn == 10:
+                tip = store.match(namespace, tokens[: turn * BLOCK + 5]).tip_hash
+                store.sequence(namespace, tip, name="saved")
         tails = store.sql(
             "SELECT b.depth, b.last_access, (SELECT count(*) FROM parts WHERE block_id = b.id AND "
             "part LIKE 'state:%') FROM blocks AS b WHERE b.token_count = 5 ORDER BY b.depth"
@@ -143,6 +146,7 @@ def test_a_tail_that_lost_its_state_goes_first(path: Path) -> None:
         assert len(tails) == 59
         assert len(with_state) < 25
         assert with_state[-1] == 59
+        assert 10 in with_state
         assert all((access == 0) == (not states) for _, access, states in tails)
         longer = np.concatenate([tokens[: 59 * BLOCK + 5], random_tokens(3, 9)])
         assert store.match(namespace, longer).shared is not None

@@ -1,0 +1,107 @@
+"""Read a store, and say what the page shows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvdb.errors import UsageError
+from kvdb.explain import Explanation, explain_request
+from kvdb.functions import human_bytes
+from kvdb.report import sections, words
+from kvdb.report.blocks import age_and_heat, read_blocks
+from kvdb.report.history import History, Scope, read_history
+from kvdb.report.losses import read_evictions, read_wear
+from kvdb.report.misses import costliest_misses
+from kvdb.report.page import Page, render
+from kvdb.report.sections import NamespaceSize, Section, Tile
+from kvdb.report.tree import Decoder, prefix_tree, read_beginnings
+
+if TYPE_CHECKING:
+    from kvdb.store import Store
+
+NAMESPACES = (
+    "SELECT id, model, tenant, live_blocks, live_bytes FROM namespaces "
+    "WHERE ?1 IS NULL OR id = ?1 ORDER BY id"
+)
+
+
+def make_report(store: Store, scope: Scope, decoder: Decoder = lambda _: None) -> str:
+    """The page about ``store``, as HTML. Without a decoder it shows nothing of any prompt.
+
+    Reads in short transactions and writes nothing; the parts may be of slightly different moments.
+    Raises UsageError for a namespace that is not there.
+    """
+    with store.database.read() as connection:
+        rows = connection.execute(NAMESPACES, (scope.namespace_id,)).fetchall()
+        history = read_history(connection, scope)
+        evicted = read_evictions(connection, scope)
+        written = read_wear(connection, scope)
+        used_bytes = store.limit.used(connection)
+    if scope.namespace_id is not None and not rows:
+        raise UsageError(
+            f"There is no namespace {scope.namespace_id}; kvdb ls namespaces lists them."
+        )
+    namespaces = [NamespaceSize(*row) for row in rows]
+    names = {namespace.id: sections.namespace_name(namespace) for namespace in namespaces}
+    blocks = read_blocks(store.database, scope.namespace_id)
+
+    def explain(request_id: int, namespace_id: int | None) -> Explanation:
+        decode = None if namespace_id is None else decoder(namespace_id)
+        explanation = explain_request(store, request_id, decode)
+        if decode is None:  # token ids tell people nothing, and programs all
+            return replace(explanation, stored_text=None, prompt_text=None)
+        return explanation
+
+    made: list[Section] = []
+    if history is None:
+        made.append(Section("Requests", ["The history holds no request that fits."]))
+    else:
+        made.append(sections.tokens_section(history))
+        made.append(sections.seconds_section(history))
+        made.append(sections.tenants_section(history))
+    made.append(sections.capacity_section(namespaces, used_bytes, store.limit.max_bytes))
+    if len(blocks):
+        tree = prefix_tree(blocks)
+        counts = age_and_heat(blocks, store.environment.now_us())
+        made.append(sections.blocks_section(blocks, counts))
+        with store.database.read() as connection:
+            beginnings = read_beginnings(connection, tree, decoder)
+        made.append(sections.tree_section(tree, names, beginnings))
+    made.append(sections.evictions_section(evicted))
+    made.append(sections.wear_section(written))
+    made.append(sections.misses_section(costliest_misses(store.database, scope, explain), names))
+    held = sum(namespace.live_blocks for namespace in namespaces)
+    tiles = _tiles(history, held, used_bytes)
+    return render(Page("What this store saves", _subtitle(store, scope, history), tiles, made))
+
+
+def _tiles(history: History | None, blocks: int, used_bytes: int) -> list[Tile]:
+    tiles = []
+    if history is not None:
+        use = history.total
+        tiles = [
+            Tile(words.percent(use.hit_ratio), "of prompt tokens came from the store"),
+            Tile(words.amount(use.restored_tokens), "tokens not computed again"),
+            Tile(words.amount(use.requests), "requests"),
+        ]
+        if history.measured:
+            tiles.insert(2, Tile(words.duration(use.seconds_saved), "saved"))
+    return [*tiles, Tile(human_bytes(used_bytes), f"on disk, {words.plural(blocks, 'block')}")]
+
+
+def _subtitle(store: Store, scope: Scope, history: History | None) -> str:
+    requests = "No requests"
+    if history is not None:
+        first, last = words.day(history.first_us), words.day(history.last_us)
+        span = first if first == last else f"{first} to {last}"
+        requests = f"{words.plural(history.total.requests, 'request')}, {span}"
+    if scope.since_us is not None:
+        requests += f", since {words.moment(scope.since_us)}"
+    if scope.tenant is not None:
+        requests += f", only tenant {words.shown(scope.tenant)}"
+    if scope.namespace_id is not None:
+        requests += f", only namespace {scope.namespace_id}"
+    return f"{requests}. Store {store.path}. Times are UTC; blocks and sizes as of " + (
+        f"{words.moment(store.environment.now_us())}."
+    )
