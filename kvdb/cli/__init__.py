@@ -35,7 +35,7 @@ VERBS: Mapping[str, str] = {
     "quota": "Bound what a tenant or a namespace may have stored.",
     "rebuild": "Make the index anew from the shards.",
     "report": "Draw what the store holds and saves, as one HTML page.",
-    "sequences": "List, show, fork and drop named sequences.",
+    "sequences": "Keep state under a name: save, list, show, fork, drop.",
     "shell": "Ask the store at a prompt.",
     "simulate": "Replay a trace: what would hit at which size and policy.",
     "unpin": "Let a pinned block go.",
