@@ -237,10 +237,9 @@ class Writer:
                 job.ticket.finish()
 
     def _commit_safely(self, jobs: Sequence[PutJob], tasks: Sequence[_Waiting]) -> None:
+        for task in tasks:
+            _prepare(task)
         try:
-            for task in tasks:
-                if task.prepare is not None:
-                    task.prepare()
             self._commit(jobs, [task.write for task in tasks])
         except (KvdbError, OSError) as error:
             self._say(f"not stored: {error}")
@@ -278,6 +277,15 @@ class Writer:
             self._bytes -= sum(job.nbytes for job in jobs)
         for job in jobs:
             job.ticket.finish()
+
+
+def _prepare(task: _Waiting) -> None:
+    try:
+        if task.prepare is not None:
+            task.prepare()
+    except Exception:
+        # The border of the thread: blocks wait beside this task, and are worth more than it.
+        log.exception("a record lacks its parts, by a defect of kvdb")
 
 
 def _cut(job: PutJob, kept: int) -> PutJob:

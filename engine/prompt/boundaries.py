@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.prompt.template import ChatTemplate, Span, prefix_renders
+from engine.prompt.template import ChatTemplate, Span, plain, prefix_renders
 from kvdb.segments import Segment, content_digest
 
 # Prefixes are rendered at most this often: each costs as much as what it holds.
@@ -134,7 +134,7 @@ def _segment(owner: Span | None, end: int, messages: Messages, tools: Tools, tex
         return Segment("template", end, digest=content_digest(text))
     if owner.kind == "tool":
         tool = tools[owner.index]
-        name, digest = tool_name(tool), content_digest(tool)
+        name, digest = tool_name(tool), content_digest(plain(tool))
         return Segment("tool", end, index=owner.index, name=name, digest=digest)
     message = messages[owner.index]
     kind = "system" if _is_system(message) else "message"
@@ -147,7 +147,7 @@ def _is_system(message: Mapping[str, Any]) -> bool:
 
 
 def _digest(message: Mapping[str, Any]) -> str:
-    return content_digest({key: value for key, value in message.items() if value is not None})
+    return content_digest(plain({k: value for k, value in message.items() if value is not None}))
 
 
 def tool_name(tool: Mapping[str, Any]) -> str | None:

@@ -122,10 +122,10 @@ class ChatTemplate:
         marked: bool,
     ) -> str:
         chat = [_message(message) for message in messages]
-        schemas = None if tools is None else [_plain(dict(tool)) for tool in tools]
+        schemas = None if tools is None else [plain(dict(tool)) for tool in tools]
         mark = _marker(chat, schemas or []) if marked else _no_mark
         compiled = self._tool_use if schemas is not None else self._default
-        variables = {**self.specials, "enable_thinking": self.thinking, **_plain(dict(options))}
+        variables = {**self.specials, "enable_thinking": self.thinking, **plain(dict(options))}
         try:
             return compiled.render(
                 **{
@@ -160,21 +160,21 @@ class ChatTemplate:
 
 def _message(message: Mapping[str, Any]) -> Data:
     """A message as templates get it: without nulls, reasoning under every name for it."""
-    plain: Data = _plain({key: value for key, value in message.items() if value is not None})
-    reasoning = next((plain[key] for key in REASONING_FIELDS if plain.get(key) is not None), None)
+    given: Data = plain({key: value for key, value in message.items() if value is not None})
+    reasoning = next((given[key] for key in REASONING_FIELDS if given.get(key) is not None), None)
     if reasoning is not None:
-        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
-    return plain
+        given = {"thinking": reasoning, **given, "reasoning_content": reasoning}
+    return given
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Plain JSON types, copied: the sandbox does not know what else may be dangerous."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
+        return {plain(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value)

@@ -180,6 +180,7 @@ def _recall(folder: Path) -> PromptTokenizer | None:
 def _ask_transformers(folder: Path) -> Any:
     if not any((folder / name).exists() for name in FILES if name.startswith("tokenizer")):
         raise ModelError(f"The model in {folder} has no tokenizer.")
+    # It would tell every user on stderr that PyTorch is missing, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         from transformers import AutoTokenizer

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from kvdb.cli.options import open_store, setting_option, settings, store_option
+from kvdb.cli.options import (
+    open_store,
+    prepare_tokenizers,
+    setting_option,
+    settings,
+    store_option,
+)
 from kvdb.cli.output import say, write_json
 from kvdb.cli.prompts import as_chat, read_prompt, template_options
 from kvdb.errors import ModelError
@@ -90,9 +95,7 @@ def explain(
     --request a past request is compared with what was stored before it. No model is loaded.
     """
     values = settings()
-    os.environ["KVDB_MODELS"] = str(values["models"])
-    os.environ["KVDB_CACHE"] = str(values["cache"])
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    prepare_tokenizers(values)
     if request_id is not None:
         if any(given is not None for given in (prompt, file, tokens)):
             raise click.UsageError("Give either a prompt or --request.")

@@ -76,6 +76,11 @@ def prepare_engine(values: Settings) -> None:
         raise ModelError(
             "Generating needs mlx and mlx-lm, which are not installed; kvdb doctor says more."
         )
+    prepare_tokenizers(values)
+
+
+def prepare_tokenizers(values: Settings) -> None:
+    """Make this process ready to find models and read their tokenizers, without MLX."""
     # The engine reads these itself; a folder named in kvdb.toml must reach it too.
     os.environ["KVDB_MODELS"] = str(values["models"])
     os.environ["KVDB_CACHE"] = str(values["cache"])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,6 +56,19 @@ SELECT t.tokens FROM chain LEFT JOIN block_tokens AS t ON t.block_id = chain.id
 WHERE chain.depth >= ?2 ORDER BY chain.depth
 """
 
+# Requests that ended below some blocks, for a neighbour that no recent request is.
+BELOW = """
+WITH RECURSIVE below (id) AS (
+    SELECT value FROM json_each(?1)
+    UNION ALL
+    SELECT b.id FROM below JOIN blocks AS b ON b.parent_id = below.id
+    LIMIT 4096
+)
+SELECT id, tip_id, prompt_tokens, segments, unstored FROM requests
+WHERE id > (SELECT max(id) FROM requests) - 20000 AND tip_id IN (SELECT id FROM below)
+    AND started_at < ?2 AND id <> ?3 ORDER BY id DESC LIMIT 16
+"""
+
 
 class PastRequest(NamedTuple):
     """A request of the same namespace, as history keeps it."""
@@ -75,14 +89,17 @@ class _Child(NamedTuple):
 def recent_requests(connection: Connection, case: Case) -> list[PastRequest]:
     """The newest requests before the case, those first that have most parts in common with it."""
     own = case.request_id or 0
-    rows = connection.execute(REQUESTS, (case.space.id, case.before, own, RECENT_REQUESTS))
-    found = [
-        PastRequest(id_, tip, count, load_segments(segments), unstored)
-        for id_, tip, count, segments, unstored in rows
-    ]
+    given = (case.space.id, case.before, own, RECENT_REQUESTS)
+    return _ranked(case, connection.execute(REQUESTS, given))
+
+
+def _ranked(case: Case, rows: Iterable[tuple[Any, ...]]) -> list[PastRequest]:
     mine = {segment.digest for segment in case.segments if segment.digest}
     return sorted(
-        found,
+        (
+            PastRequest(id_, tip, count, load_segments(segments), unstored)
+            for id_, tip, count, segments, unstored in rows
+        ),
         key=lambda request: (
             equal_parts(case.segments, request.segments),
             len(mine & {segment.digest for segment in request.segments}),
@@ -139,33 +156,45 @@ def _follow(
     """The chain through one of ``tied``, from there on as far as its tokens go."""
     before = case.tokens[: depth * case.space.block_tokens]
     children = {child.id: child for child in tied}
-    tips = [request.tip_id for request in requests if request.tip_id is not None]
-    above = dict(connection.execute(CLIMB, (json.dumps(tips), depth)).fetchall())
-    for request in requests:
-        child = children.get(above.get(request.tip_id, 0))
-        if child is None:
-            continue
-        blobs = connection.execute(CHAIN_TOKENS, (request.tip_id, depth)).fetchall()
-        known = [tokens_from_blob(blob) for (blob,) in _until_lost(blobs)]
-        tokens = np.concatenate([before, *known])
-        return Neighbour(
-            tokens, shared, child.hash, request.id, request.prompt_tokens, request.segments
-        )
-    child = tied[0]
+    found = _request_below(connection, children, depth, requests)
+    if found is None:
+        given = (json.dumps(list(children)), case.before, case.request_id or 0)
+        older = _ranked(case, connection.execute(BELOW, given))
+        found = _request_below(connection, children, depth, older)
+    if found is None:
+        child = tied[0]
+        rest = [child.tokens, *_walk_down(connection, case, child.id)]
+        return Neighbour(np.concatenate([before, *rest]), shared, child.hash)
+    request, child = found
+    blobs = connection.execute(CHAIN_TOKENS, (request.tip_id, depth)).fetchall()
+    known = [
+        tokens_from_blob(blob)
+        for (blob,) in itertools.takewhile(lambda row: row[0] is not None, blobs)
+    ]
     return Neighbour(
-        np.concatenate([before, child.tokens, *_walk_down(connection, case, child.id)]),
+        np.concatenate([before, *known]),
         shared,
         child.hash,
+        request.id,
+        request.prompt_tokens,
+        request.segments,
     )
 
 
-def _until_lost(blobs: Sequence[tuple[bytes | None]]) -> list[tuple[bytes]]:
-    kept = []
-    for (blob,) in blobs:
-        if blob is None:
-            break
-        kept.append((blob,))
-    return kept
+def _request_below(
+    connection: Connection,
+    children: Mapping[int, _Child],
+    depth: int,
+    requests: Sequence[PastRequest],
+) -> tuple[PastRequest, _Child] | None:
+    """The first of ``requests`` whose chain goes through one of ``children``, and that one."""
+    tips = json.dumps([request.tip_id for request in requests if request.tip_id is not None])
+    above = dict(connection.execute(CLIMB, (tips, depth)).fetchall())
+    for request in requests:
+        child = children.get(above.get(request.tip_id, 0))
+        if child is not None:
+            return request, child
+    return None
 
 
 def _walk_down(connection: Connection, case: Case, block_id: int) -> list[Tokens]:

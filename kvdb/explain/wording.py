@@ -17,10 +17,8 @@ KEEP_FRONT_STABLE = "Keep what changes out of the front of the prompt: put it in
 
 CAUSES: Mapping[str, Words] = {
     "hit": Words("All of the prompt is stored.", ""),
-    "empty_store": Words("The store holds nothing yet.", NOTHING_TO_DO),
-    "new_namespace": Words(
-        "Nothing is stored yet for this model with these settings.", NOTHING_TO_DO
-    ),
+    "empty_store": Words("The store was empty.", NOTHING_TO_DO),
+    "new_namespace": Words("Nothing was stored for this model with these settings.", NOTHING_TO_DO),
     "unrelated": Words(
         "No stored prompt begins like this one.",
         "Start prompts that have something in common with the same text.",

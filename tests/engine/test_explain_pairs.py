@@ -6,6 +6,7 @@ difference by comparing them, the tokens that hit from what the engine restored.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,6 +23,7 @@ from engine.prompt.encode import encode
 from engine.prompt.tokenizer import load_tokenizer
 from kvdb.clock import Environment
 from kvdb.explain import Explanation, explain_request, explain_tokens
+from kvdb.history import RequestRecord
 from kvdb.opening import Options, open_store
 from kvdb.shards import shard_path
 from kvdb.store import Store
@@ -354,6 +356,29 @@ def test_what_a_reordering_costs(bench: Make) -> None:
     assert 0.9 * computed <= found.saving_tokens <= computed
     assert found.saving_seconds is not None
     assert found.saving_seconds > 0
+
+
+def test_a_neighbour_that_no_recent_request_is(bench: Make) -> None:
+    """Its parts are found by the chain that it ended in."""
+    made = bench()
+    made.ask([system(), user()], TOOLS)
+    for n in range(70):
+        row = RequestRecord(
+            time.time_ns() // 1000, made.store.namespaces()[0].id, *(1, 0, 0, 1, n), "none"
+        )
+        made.store.record(row)
+    made.store.flush()
+    found = made.would([system(), user()], [TOOLS[1], TOOLS[0], TOOLS[2]])
+    assert (found.code, found.neighbour) == ("tools_reordered", "request 1")
+    with made.store.database.write() as connection:
+        connection.execute("DELETE FROM requests")
+    found = made.would([system(), user()], [TOOLS[1], TOOLS[0], TOOLS[2]])
+    at = first_difference(
+        ids(made.model, [system(), user()], TOOLS),
+        ids(made.model, [system(), user()], [TOOLS[1], TOOLS[0], TOOLS[2]]),
+    )
+    assert (found.code, found.differing_token) == ("text_changed", at)
+    assert str(found.neighbour).startswith("block ")
 
 
 def test_an_answer_sent_back_as_other_tokens(bench: Make) -> None:

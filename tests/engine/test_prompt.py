@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.events import Request
+from engine.models import find_local
 from engine.prompt.boundaries import chat_segments, unstable_at
 from engine.prompt.encode import encode
 from engine.prompt.template import ChatTemplate
@@ -333,3 +334,23 @@ def test_the_engine_and_the_light_tokenizer_agree(
                 **{"enable_thinking": True, **request.template_options},
             )
             assert own.tokens.tolist() == expected
+
+
+@pytest.mark.model
+def test_a_real_model_has_the_same_prompts() -> None:
+    """SmolLM2's own tokenizer and template, against transformers."""
+    from transformers import AutoTokenizer
+
+    folder = find_local("smollm2-135m")
+    assert folder is not None
+    light, own = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    chat = [*CHAT[:4], {"role": "assistant", "content": "Es regnet.\n\n"}]
+    prompt = encode(Request(messages=chat), light, None, None)
+    assert prompt.tokens.tolist() == own.apply_chat_template(
+        chat, add_generation_prompt=True, return_dict=False
+    )
+    for part in prompt.segments()[:-1]:
+        assert part.index is not None
+        prefix = own.apply_chat_template(chat[: part.index + 1], return_dict=False)
+        assert part.end == len(prefix)
+    assert light.decode(prompt.tokens.tolist()) == prompt.text
