@@ -578,9 +578,7 @@ class Generation:
         if self._lease is None:
             return 0
         match = self._lease.match
-        shared = match.shared
-        tail = 0 if shared is None else shared.block.start + shared.token_count
-        return max(match.token_count, tail)
+        return max(match.token_count, match.reach)
 
     def _tip_hash(self) -> bytes | None:
         """Hash of the block that the stored state of this request ends in."""
