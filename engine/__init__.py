@@ -15,6 +15,7 @@ from engine.events import (
 )
 from engine.models import ModelOptions
 from engine.options import EngineOptions
+from engine.pool import ModelBusy, Pool, PooledModel, PoolOptions
 
 __all__ = [
     "End",
@@ -23,7 +24,11 @@ __all__ = [
     "EngineOptions",
     "Event",
     "Message",
+    "ModelBusy",
     "ModelOptions",
+    "Pool",
+    "PoolOptions",
+    "PooledModel",
     "Progress",
     "Request",
     "Sampling",
