@@ -160,7 +160,7 @@ def _computed(
 ) -> Parts:
     namespace, block = match.namespace, match.blocks[-1]
     live = LiveState(namespace.layout, caches)
-    prefill = Prefill(model, live, tokens, namespace.block_tokens, True, lambda: False)
+    prefill = Prefill(model, live, tokens, namespace.block_tokens, True)
     for _ in prefill.run(0, len(tokens)):
         pass
     return {

@@ -33,14 +33,17 @@ GROWTH = 256
 
 
 class CountingModel:
-    """The model call, counting the tokens that really go through it."""
+    """The model call, counting the tokens that really go through it, also for ``whole``."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, whole: CountingModel | None = None) -> None:
         self.model = model
+        self.whole = whole
         self.forwarded = 0
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
         self.forwarded += tokens.size
+        if self.whole is not None:
+            return self.whole(tokens, cache)
         logits: mx.array = self.model(tokens, cache=cache)
         return logits
 
@@ -151,10 +154,10 @@ def evaluate(leaf_caches: Sequence[Any], *more: mx.array) -> None:
     mx.eval([cache.state for cache in leaf_caches], *more)
 
 
-def start(array: mx.array) -> None:
-    """Begin computing ``array``; nothing waits for it here."""
+def start(*arrays: mx.array) -> None:
+    """Begin computing ``arrays``; nothing waits for them here."""
     begin: Any = mx.async_eval
-    begin(array)
+    begin(*arrays)
 
 
 def scalar(array: mx.array) -> Any:
@@ -163,7 +166,8 @@ def scalar(array: mx.array) -> Any:
 
 
 def release_buffers() -> None:
-    """Give freed GPU buffers back. On a CPU it would only buy page faults at the next step."""
+    """Give freed GPU buffers back. On a CPU, where MLX keeps few, its ``clear_cache`` waits for the
+    work of all threads while it holds the interpreter's lock, which that work may need."""
     if on_gpu():
         mx.clear_cache()
 
@@ -177,6 +181,12 @@ def release_thread() -> None:
 
 def on_gpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.gpu)
+
+
+def device_bytes() -> int:
+    """Memory of the GPU in bytes; 0 where MLX does not say."""
+    info = mx.device_info()
+    return int(info.get("total_memory") or info.get("memory_size") or 0)
 
 
 def host_memory() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
@@ -44,12 +45,20 @@ class Recorder:
         self._known = set(known)
         self._exact = exact
         self._running = running
-        self.tickets: list[Ticket] = []
+        self.tickets: list[Ticket] = []  # of all puts
         parts = live.parts
         self._sliding = [part for part in parts if part.window is not None]
         self._states = [part for part in parts if part.kind == "state"]
         self._pieces: dict[str, list[Bytes]] = {}
         self._pieces_end = 0
+
+    def forked(self, live: LiveState, running: Running | None) -> Recorder:
+        """Of another sequence that goes on from here: what is known is the same."""
+        other = copy.copy(self)
+        other._live, other._running = live, running
+        other._known = set(self._known)
+        other._pieces = {name: list(pieces) for name, pieces in self._pieces.items()}
+        return other
 
     @property
     def patience(self) -> int:

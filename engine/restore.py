@@ -18,6 +18,7 @@ from kvdb.layout import Layout, PartSpec, TensorSpec
 from kvdb.restore import Want
 
 if TYPE_CHECKING:
+    from engine.storage import Read, Storage
     from kvdb.match import Match
 
 # Room for this many generated tokens at most; beyond it caches grow as mlx-lm's do. More would be
@@ -82,12 +83,16 @@ class PartMemory:
 
 
 class Buffers:
-    """Memory for what a plan restores: ``capacity`` tokens of full attention, and what sliding and
-    recurrent layers need for each jump."""
+    """Memory for what a plan restores: ``capacity`` tokens of full attention (unless it is kept
+    elsewhere: not ``full``), and what sliding and recurrent layers need for each jump."""
 
-    def __init__(self, layout: Layout, capacity: int) -> None:
+    def __init__(self, layout: Layout, capacity: int, *, full: bool = True) -> None:
         self._layout = layout
-        self._full = {p.name: PartMemory(p, 0, capacity) for p in layout.parts if p.sees_all}
+        self._full = {
+            part.name: PartMemory(part, 0, capacity)
+            for part in layout.parts
+            if full and part.sees_all
+        }
         self._loaded: set[int] = set()
         self._jumps: dict[Jump, dict[str, PartMemory]] = {}
 
@@ -97,8 +102,7 @@ class Buffers:
         return {name: memory.views for name, memory in self._full.items()}
 
     def wants(self, steps: Plan, match: Match) -> list[Want]:
-        """What is to be read for a plan. Asked again for another plan after a failed read, it
-        leaves out what :meth:`read` said is here."""
+        """What is to be read for a plan, but for what :meth:`fetch` has read before."""
         blocks = tuple(index for index in steps.reads if index not in self._loaded)
         shared = match.shared if steps.shared else None
         tail = 0 if shared is None else steps.start - shared.block.start
@@ -113,9 +117,16 @@ class Buffers:
                 wants += self._jump_wants(jump, match)
         return wants
 
-    def read(self, blocks: Sequence[int]) -> None:
-        """All full attention of these blocks is here."""
-        self._loaded.update(blocks)
+    def fetch(self, storage: Storage, steps: Plan, match: Match) -> Read | None:
+        """Read what a plan still needs, None where it needs nothing more. After a read that lost
+        something another plan is due, which needs less."""
+        wants = self.wants(steps, match)
+        if not wants:
+            return None
+        read = storage.read(match, wants)
+        lost = {index for index, _ in read.lost}
+        self._loaded.update(index for index in steps.reads if index not in lost)
+        return read
 
     def _jump_wants(self, jump: Jump, match: Match) -> list[Want]:
         memory = self._jumps.setdefault(jump, {})

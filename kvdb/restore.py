@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
+from kvdb.damage import read_or_report
 from kvdb.errors import UsageError
 from kvdb.match import Match, MatchedBlock
-from kvdb.reader import Damaged, Location, PartBuffers, PartTarget
+from kvdb.ramtier import PartKey, admit
+from kvdb.reader import Bytes, Location, PartBuffers, PartTarget
 
 if TYPE_CHECKING:
     from kvdb.store import Store
@@ -31,12 +33,20 @@ class Want:
 class ReadResult:
     """``bad`` are indices of blocks that could not be read: their buffers hold anything. ``lost``
     names the parts of them that are gone now. ``shared_ok`` is False when the shared tail could
-    not be read. ``nbytes`` were read."""
+    not be read. ``nbytes`` were read from shards, ``ram_nbytes`` came from the RAM tier."""
 
     bad: tuple[int, ...]
     lost: frozenset[tuple[int, str]]
     shared_ok: bool
     nbytes: int
+    ram_nbytes: int = 0
+
+
+class _Count(NamedTuple):
+    """Bytes read from shards, and bytes from the RAM tier."""
+
+    disk: int
+    ram: int
 
 
 def read_match(
@@ -58,7 +68,7 @@ def read_match(
     result = read_wants(store, match, wants)
     dead = () if blocks is None else tuple(b.index for b in chosen if not b.live)
     bad = tuple(sorted({*result.bad, *dead}))
-    return ReadResult(bad, result.lost, result.shared_ok, result.nbytes)
+    return replace(result, bad=bad)
 
 
 def read_wants(store: Store, match: Match, wants: Sequence[Want]) -> ReadResult:
@@ -68,17 +78,16 @@ def read_wants(store: Store, match: Match, wants: Sequence[Want]) -> ReadResult:
             raise UsageError(f"The layout has no part {want.part!r}.")
         _check_indices(match, want.blocks)
     store.reader.sweep()
+    store.ram.begin()
     work = [item for want in wants for item in _items(match, want)]
     places = store.locate(sorted({item.block.id for item in work}))
     # Reading and verifying leave the interpreter's lock, so blocks overlap on several cores.
-    nbytes = list(store.spread(lambda item: _read(store, places, item), work))
-    failed = [item for item, read in zip(work, nbytes, strict=True) if read is None]
-    lost = frozenset((item.block.index, item.part) for item in failed if not item.shared)
-    return ReadResult(
-        tuple(sorted({index for index, _ in lost})),
-        lost,
-        not any(item.shared for item in failed),
-        sum(read or 0 for read in nbytes),
+    counts = list(store.spread(lambda item: _read(store, places, item), work))
+    failed = [item for item, count in zip(work, counts, strict=True) if count is None]
+    return _result(
+        counts,
+        ((item.block.index, item.part) for item in failed if not item.shared),
+        shared_ok=not any(item.shared for item in failed),
     )
 
 
@@ -116,22 +125,70 @@ def _items(match: Match, want: Want) -> list[_Item]:
     ]
 
 
-def _read(store: Store, places: Mapping[tuple[int, str], Location], item: _Item) -> int | None:
-    """The stored bytes that reading took, or None when the part is gone or damaged."""
-    block = item.block
-    place = places.get((block.id, item.part))
-    if place is not None and place.hash != block.hash:
+def _read(store: Store, places: Mapping[tuple[int, str], Location], item: _Item) -> _Count | None:
+    """The bytes that reading took, or None when the part is gone or damaged."""
+    place = places.get((item.block.id, item.part))
+    if place is not None and place.hash != item.block.hash:
         return None
-    # A part that moved meanwhile (compaction) is looked up once more.
-    for _ in range(2):
-        if place is None:
-            return None
-        try:
-            store.reader.read_into(
-                place, item.target, item.position, item.tokens, block.token_count
-            )
-        except Damaged as damage:
-            place = store.report_damage(place, damage)
-        else:
-            return place.nbytes
-    return None
+    return read_or_report(store.report_damage, place, lambda place: _fill(store, place, item))
+
+
+def _fill(store: Store, place: Location, item: _Item) -> _Count:
+    """From the RAM tier; else by way of it where it wants the part, else straight from disk."""
+    stored_tokens = item.block.token_count
+    ram, key = store.ram, PartKey.of(place)
+    raw = ram.get(key)
+    if raw is not None:
+        item.target.scatter(raw, item.position, item.tokens, stored_tokens)
+        return _Count(0, raw.nbytes)
+    if ram.wants(key, place.raw_nbytes):
+        raw = store.reader.read(place)
+        item.target.scatter(raw, item.position, item.tokens, stored_tokens)
+        admit(ram, key, raw)
+    else:
+        store.reader.read_into(place, item.target, item.position, item.tokens, stored_tokens)
+    return _Count(place.nbytes, 0)
+
+
+def read_cached(store: Store, place: Location) -> Bytes:
+    """A part's raw bytes from the RAM tier or from disk, not to be changed. Raises Damaged."""
+    key = PartKey.of(place)
+    raw = store.ram.get(key)
+    if raw is None:
+        raw = store.reader.read(place)
+        admit(store.ram, key, raw)
+    return raw
+
+
+def preload_match(store: Store, match: Match) -> ReadResult:
+    """See :meth:`kvdb.store.Store.preload`."""
+    store.ram.begin()
+    parts = [(block, name) for block in match.blocks if block.live for name in block.parts]
+    places = store.locate(sorted({block.id for block, _ in parts}))
+
+    def load(place: Location) -> _Count:
+        held = PartKey.of(place) in store.ram
+        nbytes = read_cached(store, place).nbytes
+        return _Count(0, nbytes) if held else _Count(place.nbytes, 0)
+
+    def load_part(item: tuple[MatchedBlock, str]) -> _Count | None:
+        place = places.get((item[0].id, item[1]))
+        return read_or_report(store.report_damage, place, load)
+
+    counts = list(store.spread(load_part, parts))
+    failed = [item for item, count in zip(parts, counts, strict=True) if count is None]
+    return _result(counts, ((block.index, name) for block, name in failed), shared_ok=True)
+
+
+def _result(
+    counts: Sequence[_Count | None], lost: Iterable[tuple[int, str]], *, shared_ok: bool
+) -> ReadResult:
+    gone = frozenset(lost)
+    read = [count for count in counts if count is not None]
+    return ReadResult(
+        tuple(sorted({index for index, _ in gone})),
+        gone,
+        shared_ok,
+        sum(count.disk for count in read),
+        sum(count.ram for count in read),
+    )

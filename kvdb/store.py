@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from kvdb.builds import Build, find_or_add_build, set_verdict
 from kvdb.check.verify import VerifyReport, verify_store
 from kvdb.clock import Environment
 from kvdb.compaction import Compactor
-from kvdb.damage import DamageDesk
+from kvdb.damage import DamageDesk, read_or_report
 from kvdb.driver import Database
 from kvdb.durable import FileSystem
 from kvdb.errors import (
@@ -50,8 +50,9 @@ from kvdb.layout import Layout
 from kvdb.limit import Limit
 from kvdb.locks import FileLock, WriterLock
 from kvdb.match import Match, Namespace, PartRef, find_match
-from kvdb.reader import Damaged, Location, PartBuffers, ShardReader
-from kvdb.restore import ReadResult, Want, read_match, read_wants
+from kvdb.ramtier import RamTier
+from kvdb.reader import Bytes, Damaged, Location, PartBuffers, ShardReader
+from kvdb.restore import ReadResult, Want, preload_match, read_cached, read_match, read_wants
 from kvdb.retention import Retention
 from kvdb.segments import Segment
 from kvdb.sequences import Lease, Sequence, create_sequence, find_sequence
@@ -85,6 +86,8 @@ class Store(Upkeep):
         durability: str,
         damage: DamageDesk,
         spreader: Spreader,
+        ram: RamTier[Bytes],
+        read_ahead: int,
         retention: Retention | None = None,
         compactor: Compactor | None = None,
         writer: Writer | None = None,
@@ -98,6 +101,10 @@ class Store(Upkeep):
         self.environment = environment
         self.fs = fs
         self.reader = reader
+        self.ram = ram
+        # For engines: state that stays on a device whose memory the host does not share.
+        self.device_ram: RamTier[Any] = RamTier()
+        self.read_ahead = read_ahead
         self._retention = retention
         self._compactor = compactor
         self._damage = damage
@@ -144,6 +151,8 @@ class Store(Upkeep):
 
     def _release(self) -> None:
         self._spreader.close()
+        self.ram.clear()
+        self.device_ram.clear()
         self.reader.close()
         self.database.close()
         for lock in reversed(self._locks):
@@ -361,17 +370,20 @@ class Store(Upkeep):
         """Map ``function`` over ``items`` in the store's reader threads."""
         return self._spreader.map(function, items)
 
+    def stream(self, function: Callable[[T], R], items: Items[T]) -> Iterator[R]:
+        """Like :meth:`spread`, but not further ahead of the caller than ``read_ahead``."""
+        return self._spreader.stream(function, items, self.read_ahead)
+
+    def preload(self, match: Match) -> ReadResult:
+        """Bring a match's parts into the RAM tier, verified; without one they are only verified.
+        What cannot be read is in the result, and already dropped from the index."""
+        return preload_match(self, match)
+
     def read_part(self, part: PartRef) -> npt.NDArray[np.uint8] | None:
-        """The raw bytes of one part, verified; None when it is gone or damaged."""
-        location = self.locate([part.block_id]).get((part.block_id, part.part))
-        for _ in range(2):
-            if location is None:
-                return None
-            try:
-                return self.reader.read(location)
-            except Damaged as damage:
-                location = self.report_damage(location, damage)
-        return None
+        """The raw bytes of one part, verified, not to be changed; None when it is gone or
+        damaged."""
+        place = self.locate([part.block_id]).get((part.block_id, part.part))
+        return read_or_report(self.report_damage, place, lambda found: read_cached(self, found))
 
     def locate(self, block_ids: Items[int]) -> dict[tuple[int, str], Location]:
         """Where the parts of some blocks lie now, by (block id, part name)."""

@@ -84,6 +84,11 @@ def _lines(found: StoreInfo) -> list[tuple[str, str]]:
         ),
         ("shards", f"{found.shards} files, {human_bytes(found.shard_bytes)}"),
         ("history", f"{found.requests} requests, {found.evictions} evictions"),
+        (
+            "restored",
+            f"{human_bytes(found.bytes_read)} from shards, "
+            f"{human_bytes(found.bytes_ram)} from RAM, by all requests",
+        ),
         ("sequences", str(found.sequences)),
         ("processes", str(found.processes)),
         ("leftovers", f"{found.leftovers} of dead processes"),

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cache_table import BLOCK, PROMPT, diverging, open_engine, other
+from many import cancel_when
 from tiny_model import Run, equal, prompt_tokens, run
 from zoo import SPECIES, WINDOW, write_species
 
@@ -171,7 +172,7 @@ def test_cancelled_between_a_refill_and_the_rest(models: Models, store: Store) -
         def cancel_after_the_refill(worker: Any) -> int:
             began = worker.model.forwarded
             request = Request(tokens=LONG, **SHORT)
-            list(worker.run(request, lambda: worker.model.forwarded > began))
+            cancel_when(worker.take(request).events(), lambda: worker.model.forwarded > began)
             return int(worker.model.forwarded - began)
 
         assert engine.call(cancel_after_the_refill) == 2 * BLOCK
