@@ -61,7 +61,7 @@ def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pai
 
 @pytest.mark.parametrize("mode", MODES)
 @settings(
-    max_examples=10,
+    max_examples=6,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -206,7 +206,7 @@ def worlds(draw: st.DrawFn) -> World:
     return World(Found(tuple(blocks), shared, logits), prompt, window, recurrent, exact)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(worlds())
 def test_a_plan_is_sound_and_forwards_the_fewest_tokens(world: World) -> None:
     steps = plan(world.found, world.prompt, "exact" if world.exact else "max", world.needs)
@@ -221,7 +221,7 @@ def test_a_plan_is_sound_and_forwards_the_fewest_tokens(world: World) -> None:
         assert all(s.start in starts for s in steps.steps if isinstance(s, Refill | Compute))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(worlds(), st.data())
 def test_lost_parts_are_as_if_they_had_never_been(world: World, data: st.DataObject) -> None:
     blocks = world.found.blocks
