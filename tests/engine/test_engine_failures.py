@@ -13,7 +13,9 @@ from typing import Any
 from many import ask_all, ends, flush, held, ids
 from tiny_model import prompt_tokens, run
 
-from engine import Engine, Event, Load, Progress, Request, Sampling
+from engine import End, Engine, Event, Load, Progress, Request, Sampling, Token
+from engine.logits import Row
+from engine.turns import Cancelled, Forward, StateLost
 from kvdb.store import Store
 
 BAD = 99
@@ -94,6 +96,36 @@ def test_a_token_that_fails_fails_alone(tiny: Path, store: Store, make_engine: A
     flush(engine)
     assert held(store) == 0
     assert run(engine, [*without_bad(30, 30), *alone[0][:39]]).stats.restored_tokens >= 68
+
+
+def test_cancelled_while_its_lost_state_is_computed_anew(
+    tiny: Path, store: Store, make_engine: Any
+) -> None:
+    """Nothing is stored of a state that is not there."""
+    engine = make_engine(store, tiny, block_tokens=16, step=64)
+    prompt = prompt_tokens(700, 1)
+
+    def lose_and_cancel(worker: Any) -> None:
+        coroutine = worker.take(Request(tokens=prompt, max_tokens=40)).events()
+        item = next(coroutine)
+        for _ in range(3):
+            while not isinstance(item, Forward):
+                item = next(coroutine)
+            logits = worker.model(item.token[None], item.seat.caches)[:, -1, :]
+            item.seat.length += 1
+            item = coroutine.send(Row.alone(logits))
+        assert isinstance(item, Token)
+        forward = next(coroutine)
+        forward.seat.lose()
+        coroutine.throw(StateLost("on purpose"))
+        assert 0 < forward.seat.caches[0].offset < 700  # some of it is there again
+        assert isinstance(coroutine.throw(Cancelled("cancelled")), End)
+
+    engine.call(lose_and_cancel)
+    flush(engine)
+    assert held(store) == 0
+    assert store.sql("SELECT count(*) FROM blocks WHERE origin = 'decode'").rows == [(0,)]
+    assert run(engine, prompt).stats.skip == "full"
 
 
 def test_a_deadline_ends_a_request_wherever_it_is(
