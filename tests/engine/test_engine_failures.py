@@ -166,18 +166,30 @@ def test_clients_that_go_leave_nothing_behind(tiny: Path, store: Store, make_eng
 
 HALF = """
 import json, sys
-from engine import blas
-blas.preload()
 import kvdb
-from engine import Engine, EngineOptions, Progress, Request
-tokens = json.loads(sys.argv[3])
+from engine import Engine, EngineOptions, Request
+tokens, most, streams = json.loads(sys.argv[3]), int(sys.argv[4]), []
+
+class Watched:
+    def __init__(self, worker):
+        self.worker, self.model = worker, worker.model.model
+
+    def __call__(self, *arguments, **options):
+        if self.worker.model.forwarded >= most:
+            streams[0].close()  # between two steps, wherever the engine is
+        return self.model(*arguments, **options)
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+def begin(worker):
+    worker.model.model = Watched(worker)
+    streams.append(engine.generate(Request(tokens=tokens, max_tokens=2)))
+
 with kvdb.open(sys.argv[1], min_free_bytes=0) as store:
     with Engine(store, sys.argv[2], options=EngineOptions(block_tokens=64, step=128)) as engine:
-        events = engine.generate(Request(tokens=tokens, max_tokens=2))
-        for event in events:
-            if isinstance(event, Progress) and event.done >= len(tokens) * float(sys.argv[4]):
-                events.close()
-                break
+        engine.call(begin)
+        list(streams[0])
         print(engine.call(lambda worker: worker.model.forwarded))
 """
 
@@ -186,8 +198,8 @@ def test_a_retry_in_another_process_computes_the_other_half(tiny: Path, tmp_path
     """A prefill of 9 steps, cancelled after half of them."""
     tokens = prompt_tokens(1150)
 
-    def attempt(share: float) -> int:
-        arguments = [str(tmp_path / "store"), str(tiny), json.dumps(tokens), str(share)]
+    def attempt(most: int) -> int:
+        arguments = [str(tmp_path / "store"), str(tiny), json.dumps(tokens), str(most)]
         done = subprocess.run(
             [sys.executable, "-c", HALF, *arguments],
             check=True,
@@ -197,5 +209,5 @@ def test_a_retry_in_another_process_computes_the_other_half(tiny: Path, tmp_path
         )
         return int(done.stdout)
 
-    assert 575 <= attempt(0.5) <= 1150 // 2 + 2 * 128
-    assert 0 < attempt(2.0) <= 1150 // 2 + 128 + 1
+    assert attempt(5 * 128) == 5 * 128
+    assert 0 < attempt(5000) == 1150 - 5 * 128 + 1 <= 1150 // 2 + 128
