@@ -16,6 +16,7 @@ from engine.events import (
 )
 from engine.models import ModelOptions
 from engine.options import EngineOptions, TenantLimits
+from engine.pool import ModelBusy, Pool, PooledModel, PoolOptions
 
 __all__ = [
     "End",
@@ -25,7 +26,11 @@ __all__ = [
     "Event",
     "Load",
     "Message",
+    "ModelBusy",
     "ModelOptions",
+    "Pool",
+    "PoolOptions",
+    "PooledModel",
     "Progress",
     "Request",
     "Sampling",

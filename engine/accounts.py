@@ -156,11 +156,7 @@ class Accounts:
 
     def _matched(self) -> int:
         """Tokens of the prompt that the store knew, holes included."""
-        if self.match is None:
-            return 0
-        shared = self.match.shared
-        tail = 0 if shared is None else shared.block.start + shared.token_count
-        return max(self.match.token_count, tail)
+        return 0 if self.match is None else max(self.match.token_count, self.match.reach)
 
     def _miss_reason(self, block_tokens: int) -> str | None:
         if self.damaged:

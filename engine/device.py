@@ -83,7 +83,9 @@ class DeviceBuffers(Buffers):
             names: list[str] = []
             for part in self._parts:
                 place = places.get((block.id, part.name))
-                held = None if place is None else self._tier.get(PartKey.of(place))
+                held = None
+                if place is not None and place.hash == block.hash:
+                    held = self._tier.get(PartKey.of(place))
                 if held is None:
                     names.append(part.name)
                 else:

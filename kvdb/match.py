@@ -129,6 +129,18 @@ class Match:
         return self.blocks[self.holes[0]].start if self.holes else self.token_count
 
     @property
+    def reach(self) -> int:
+        """Tokens up to which state could be restored, were no payload gone: to the end of the
+        blocks and the shared tail, or, in a layout with states, to the deepest of these."""
+        shared = self.shared
+        tail = 0 if shared is None else shared.block.start + shared.token_count
+        states = set(self.namespace.layout.states)
+        if not states:
+            return max(self.token_count, tail)
+        ends = [block.end for block in self.blocks if states <= block.parts.keys()]
+        return max([tail, *ends[-1:]])
+
+    @property
     def complete(self) -> bool:
         """True when ``blocks`` cover the whole prompt (holes included)."""
         return self.matched == len(self.hashes)

@@ -296,27 +296,18 @@ class Store(Upkeep):
         """A match whose blocks are held by a running sequence of this process. On a read-only
         store nothing is held, and a block may vanish before it is read."""
         array = as_tokens(tokens)
-        if self._writer is None:
-            match = self.match(
-                namespace,
-                array,
-                extra_keys=extra_keys,
-                exact_build=exact_build,
-                share_tail=share_tail,
-            )
-            return Lease(match, None)
-        try:
-            return self._hold(namespace, array, extra_keys, exact_build, share_tail, tenant)
-        except (StoreLocked, OutOfSpace, StoreUnavailable, StoreReadOnly):
-            # It cannot be written now: a match that nothing holds is still a match.
-            match = self.match(
-                namespace,
-                array,
-                extra_keys=extra_keys,
-                exact_build=exact_build,
-                share_tail=share_tail,
-            )
-            return Lease(match, None)
+        if self._writer is not None:
+            # When it cannot be written now, a match that nothing holds is still a match.
+            with contextlib.suppress(StoreLocked, OutOfSpace, StoreUnavailable, StoreReadOnly):
+                return self._hold(namespace, array, extra_keys, exact_build, share_tail, tenant)
+        match = self.match(
+            namespace,
+            array,
+            extra_keys=extra_keys,
+            exact_build=exact_build,
+            share_tail=share_tail,
+        )
+        return Lease(match, None)
 
     def _hold(
         self,

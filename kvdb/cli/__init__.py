@@ -7,6 +7,7 @@ what is heavy when they run.
 from __future__ import annotations
 
 import importlib
+import signal
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,6 +72,8 @@ class Program(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
+            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see kvdb/__main__.py
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             return super().invoke(ctx)
         except KvdbError as error:
             raise Failure(str(error), error.exit_code) from error

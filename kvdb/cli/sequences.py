@@ -18,6 +18,8 @@ from kvdb.cli.output import Format, output_options, say, write_rows
 from kvdb.cli.pin import find_block
 from kvdb.cli.prompts import as_chat, read_prompt
 
+MAX_ROWS = 100_000
+
 
 @click.group(invoke_without_command=True)
 @click.pass_context
@@ -34,8 +36,9 @@ def list_sequences(output: Format) -> None:
     """List all sequences, running ones too."""
     from kvdb.listing import LISTINGS
 
+    listing = LISTINGS["sequences"]
     with open_store(read_only=True) as store:
-        result = store.sql(LISTINGS["sequences"].sql, {"namespace": None}, limit=100_000)
+        result = store.sql(listing.sql, listing.values({}, MAX_ROWS), limit=MAX_ROWS)
     write_rows(result.columns, result.rows, output)
 
 
@@ -132,7 +135,7 @@ def show(name: str, output: Format) -> None:
             "SELECT depth, hash, token_count, state, refs FROM sequence_blocks WHERE name = ? "
             "ORDER BY depth",
             [name],
-            limit=100_000,
+            limit=MAX_ROWS,
         )
     write_rows(result.columns, result.rows, output)
 

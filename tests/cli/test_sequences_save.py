@@ -86,3 +86,11 @@ def test_a_saved_sequence_ends_with_its_ttl_and_is_warmed_up_while_it_lasts(
         store.evict(to_bytes=0)
         assert store.sql("SELECT name FROM sequences").rows == []
         assert store.match(store.namespaces()[0], tokens).matched == 0
+
+
+def test_a_ceiling_of_memory_refuses_what_cannot_fit(run: Run, tiny: Path) -> None:
+    for verb in (("generate",), ("sequences", "save", "keeper")):
+        done = run(*verb, "--model", tiny, "-p", SYSTEM, "--max-memory", "1MB")
+        assert done.returncode == 1
+        assert "max_memory" in one_sentence(done)
+    assert run("generate", "--model", tiny, "-p", SYSTEM, "--max-memory", "90%").returncode == 0

@@ -17,6 +17,7 @@ from engine.storage import Read, Storage
 from kvdb.store import Store
 
 BLOCK, STEP = 16, 32
+RAM = 1 << 26
 LENGTH = 75
 PROMPT = prompt_tokens(LENGTH)
 MODES = ("max", "exact")
@@ -60,8 +61,9 @@ CASES = (
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. ``equal`` and ``noticed`` are the largest differences of logits from
-    the cold run's, relative to the largest of them, of the restored and of the damaged run."""
+    """One line of the table. ``apart``, ``ram_apart`` and ``twin_apart`` are the largest
+    differences of logits from the cold run's, relative to the largest of them: of the run restored
+    from disk, of the one restored ``from_ram`` alone, and of the damaged one."""
 
     species: str
     case: str
@@ -70,6 +72,8 @@ class Row:
     refilled: int
     skip: str
     apart: float
+    ram_apart: float
+    from_ram: bool
     twin_apart: float
 
     @property
@@ -161,10 +165,14 @@ def rows(folder: Path, species: str, mode: str, cases: tuple[Case, ...] = CASES)
             if case.hole is not None:
                 make_hole(store, namespace, case.hole)
     # As after a restart: nothing is left but what lies on the disk.
-    with kvdb.open(path, min_free_bytes=0) as store, open_engine(store, model, species) as engine:
+    with (
+        kvdb.open(path, min_free_bytes=0, ram=RAM) as store,
+        open_engine(store, model, species) as engine,
+    ):
         for number, case in enumerate(cases):
             use_space(engine, store, number)
             warm = run(engine, PROMPT, store=False, **options)
+            again = run(engine, PROMPT, store=False, **options)
             engine.call(lambda worker: setattr(worker, "storage", Damaging(worker.storage)))
             twin = run(engine, PROMPT, store=False, **options)
             stats = warm.stats
@@ -176,6 +184,8 @@ def rows(folder: Path, species: str, mode: str, cases: tuple[Case, ...] = CASES)
                 stats.refilled_tokens,
                 stats.skip,
                 difference(cold.logits, warm.logits),
+                difference(cold.logits, again.logits),
+                again.stats.bytes_read == 0,
                 apart(cold, twin),
             )
 
@@ -194,7 +204,8 @@ def document(every: list[Row]) -> str:
         "restored (+ those refilled) of it. In every row the logits of all steps equal those of a "
         "cold run, bit for bit in `exact` mode, within 1e-4 of the largest in `max` mode (1e-3 "
         "with a quantised cache), and in every row that restores anything, the same run with one "
-        "restored block or state zeroed in memory is told apart.",
+        "restored block or state zeroed in memory is told apart. All of it holds for the first "
+        "restore, from disk, and for a second one, from the RAM tier alone.",
         "",
         "A recurrent layer's state is stored at boundaries only: before and behind a prompt's last "
         "token, at the end of its messages, where work was cut short, every stride; in `exact` "

@@ -81,6 +81,8 @@ def expected(species: str, case: Case, mode: str) -> tuple[int, int]:
 def test_restored_at_every_boundary_equals_cold(tmp_path: Path, species: str, mode: str) -> None:
     for case, row in zip(CASES, table(tmp_path, species, mode), strict=True):
         assert row.apart <= row.limit, row
+        assert row.ram_apart <= row.limit, row
+        assert row.from_ram, row
         assert (row.restored, row.refilled) == expected(species, case, mode), row
         if row.restored:
             assert row.twin_apart > max(row.limit, 1e-4), row

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cache_table import CASES, rows
 from tiny_model import difference, equal, prompt_tokens, run, write_model
 
 import kvdb
@@ -68,6 +69,17 @@ def test_state_from_ram_is_that_from_disk(
         assert (full.stats.skip, full.stats.bytes_read) == ("full", 0)
         assert difference(cold.logits, full.logits) <= limit
         engine.close()
+
+
+@pytest.mark.parametrize("species", ["deepseek_v3 (MLA)", "deepseek_v32 (CacheList)", "qwen3_next"])
+def test_every_kind_of_part_finds_its_way_to_a_device(
+    tmp_path: Path, as_device: None, species: str
+) -> None:
+    """Keys and values of different shapes, composite caches, states beside attention."""
+    cases = tuple(case for case in CASES if case.name in ("at a state boundary", "a hole"))
+    for row in rows(tmp_path, species, "max", cases):
+        assert row.restored > 0
+        assert max(row.apart, row.ram_apart) <= row.limit, row
 
 
 def test_damage_on_the_way_to_a_device_is_refilled(
