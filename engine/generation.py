@@ -14,9 +14,10 @@ import mlx.core as mx
 import numpy as np
 
 from engine import mlxlm
+from engine.accounts import Accounts, since
 from engine.batch import Seat
 from engine.boundaries import NO_BOUNDARIES, boundaries
-from engine.events import End, Event, FinishReason, Progress, Request, Skip, Stats, Token
+from engine.events import End, Event, FinishReason, Progress, Request, Stats, Token
 from engine.live import LiveState
 from engine.logits import Row
 from engine.plan import Compute, Jump, Plan, Refill, plan
@@ -27,7 +28,6 @@ from engine.restore import Buffers, capacity_for, logits_array, logits_bytes
 from engine.sampling import Choice, Chooser, top_logprobs
 from engine.text import Output
 from engine.turns import Cancelled, Forward, PromptEnd, StateLost, Turn, Wait
-from kvdb.history import RequestRecord
 from kvdb.identity import Tokens, as_tokens, chain_hashes
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Generation:
         index: int = 0,
         given: Prompt | None = None,
     ) -> None:
-        self._started, self._started_us = time.perf_counter(), time.time_ns() // 1000
+        self._took = Accounts(load_ms, warmup_ms)
         self._worker = worker
         self._request = request
         self._index = index
@@ -64,7 +64,6 @@ class Generation:
                 request, loaded.prompts, loaded.context, worker.vocabulary, loaded=loaded.tokenizer
             )
         self._given, self._prompt = given, given.tokens
-        self._load_ms, self._warmup_ms = load_ms, warmup_ms + _since(self._started)
         self._room = self._generation_room(loaded.context)
         self._chooser = Chooser(request.sampling, self._prompt, worker.vocabulary, index)
         self._output = Output(request, loaded.tokenizer, loaded.eos, self._room)
@@ -85,21 +84,9 @@ class Generation:
         self._fed = 0  # generated tokens whose state is, or is about to be, in the caches
         self._kept = len(self._prompt)  # tokens whose blocks were handed to the store
         self._finish: FinishReason | None = None
-        self._restored = self._refilled = self._computed = 0
-        self._covered = 0  # tokens before those that are computed as the rest of the prompt
-        self._skip: Skip = "none"
-        self._read_nbytes = self._ram_nbytes = 0
-        self._touched: tuple[int, ...] = ()
+        self._lost = False  # the state went with a failed forward
         self._model = mlxlm.CountingModel(worker.model.model, worker.model)
-        self._shared_steps = 0
-        self._held = False
-        self._queued_ms = self._lookup_ms = self._restore_ms = self._prefill_ms = 0.0
-        self._first_token_ms: float | None = None
-        self._first_sample_ms: float | None = None
-        self._logits_at = self._started  # when the first token could be sampled
-        self._from_stored_logits = False
-        self._damaged = False
-        self._ready = time.perf_counter()
+        self._took.ready()
 
     @property
     def prompt(self) -> Tokens:
@@ -108,7 +95,7 @@ class Generation:
     @property
     def done(self) -> int:
         """How many prompt tokens have their state."""
-        return self._restored + self._refilled + self._computed
+        return self._took.done
 
     @property
     def tokens_at_most(self) -> int:
@@ -150,7 +137,7 @@ class Generation:
         """Let another answer to the same prompt go on from here. Memory is shared until one of
         the two appends, stored blocks for ever."""
         other._shared = logits
-        other._restored, other._skip = len(self._prompt), "full"
+        other._took.share(len(self._prompt), self._took.match)
         if self._live is not None:
             other._live = self._live.forked()
         if other._storage is not None and self._lease is not None:
@@ -161,7 +148,7 @@ class Generation:
 
     def events(self) -> Generator[Event | Turn, Row, None]:
         """Run to the end. The lease is released whatever happens."""
-        self._queued_ms = _since(self._ready)
+        self._took.begin()
         try:
             try:
                 yield from self._answer()
@@ -183,16 +170,17 @@ class Generation:
 
     def never(self, reason: FinishReason) -> End:
         """The end of a request that never began."""
-        self._queued_ms = _since(self._ready)
+        self._took.begin()
         return End(reason, "", self._stats(), self._index)
 
     def _answer(self) -> Generator[Event | Turn, Row, None]:
         if self._shared is None:
             choice = yield from self._begin()
         else:
-            self._logits_at = time.perf_counter()
+            self._took.have_logits()
             choice = self._choose(Row.alone(self._shared))
             yield self._emit(choice)
+            yield PromptEnd(self._shared)
         if self._finish is None and self._live is not None:
             yield from self._decode(choice, self._live)
 
@@ -202,11 +190,11 @@ class Generation:
         choice = None
         if logits is not None:
             # Sampled before any payload is read: the state is restored behind it.
-            self._from_stored_logits = True
+            self._took.have_logits(stored=True)
             choice = self._choose(Row.alone(logits))
             yield self._emit(choice)
         if choice is not None and logits is not None and self._ends_here():
-            self._settle(steps)
+            self._took.settle(steps)
             yield PromptEnd(logits)
             return choice
         steps, live = self._restore(steps)
@@ -242,13 +230,13 @@ class Generation:
             self._lease = self._storage.lease(
                 self._prompt, self._request.reuse, self._request.tenant
             )
+            self._took.match = None if self._lease is None else self._lease.match
         steps, logits = self._plan(), None
         if steps.stored_logits:
             logits = self._stored_logits()
             if logits is None:
                 steps = self._plan(logits_ok=False)
-        self._lookup_ms = _since(began)
-        self._logits_at = time.perf_counter()
+        self._took.lookup_ms = since(began)
         return steps, logits
 
     def _plan(self, **without: Any) -> Plan:
@@ -264,16 +252,6 @@ class Generation:
         raw = self._storage.read_part(location)
         return None if raw is None else logits_array(raw, layout.logits)
 
-    def _settle(self, steps: Plan) -> None:
-        """Take a plan as what is done: what it restores counts, and counts as used."""
-        self._restored, self._skip, self._covered = steps.restored, steps.skip, steps.start
-        if self._lease is not None:
-            match = self._lease.match
-            used = [match.blocks[index].id for index in steps.reads]
-            if steps.shared and match.shared is not None:
-                used.append(match.shared.block.id)
-            self._touched = tuple(used)
-
     def _restore(self, steps: Plan) -> tuple[Plan, LiveState]:
         """Read what the plan restores; what cannot be read makes another plan, the request goes
         on."""
@@ -281,17 +259,17 @@ class Generation:
         worker, layout, exact = self._worker, self._worker.layout, self._request.reuse == "exact"
         if layout is None:
             self._live = LiveState(None, worker.new_caches())
-            self._settle(steps)
+            self._took.settle(steps)
             return steps, self._live
         self._buffers = worker.buffers(layout, capacity_for(len(self._prompt), self._room))
         if self._storage is not None and self._lease is not None:
             steps = self._read(steps, self._buffers, self._storage, self._lease.match)
         self._live = self._buffers.live(worker.new_caches())
-        self._settle(steps)
+        self._took.settle(steps)
         prompt = len(self._prompt)
         messages = self._message_ends() if layout.states and steps.start < prompt else ()
         self._boundaries = boundaries(layout, worker.block_tokens, prompt, messages, exact=exact)
-        self._restore_ms = _since(began)
+        self._took.restore_ms = since(began)
         if self._storage is not None and self._request.store:
             known = {self._lease.match.blocks[i].end for i in steps.reads} if self._lease else set()
             self._recorder = Recorder(
@@ -316,11 +294,11 @@ class Generation:
         lost: frozenset[tuple[int, str]] = frozenset()
         shared_ok = True
         while (read := buffers.fetch(storage, steps, match)) is not None:
-            self._read_nbytes += read.nbytes
-            self._ram_nbytes += read.ram_nbytes
+            self._took.bytes_read += read.nbytes
+            self._took.bytes_ram += read.ram_nbytes
             if not read.lost and read.shared_ok:
                 break
-            self._damaged = True
+            self._took.damaged = True
             lost, shared_ok = lost | read.lost, shared_ok and read.shared_ok
             # Stored logits that could not be read before cannot be now.
             steps = self._plan(lost=lost, shared_ok=shared_ok, logits_ok=bool(self._generated))
@@ -354,10 +332,10 @@ class Generation:
                     self._last_start = prefill.last_start(part.start, part.end)
                     yield from self._run(prefill, part.start, self._last_start, refill=False)
                     logits = prefill.last(self._last_start, part.end)
-                    self._computed += part.end - self._last_start
+                    self._took.computed += part.end - self._last_start
         finally:
-            self._prefill_ms = _since(began)
-            self._logits_at = time.perf_counter()
+            self._took.prefill_ms = since(began)
+            self._took.have_logits()
         live.seek(len(self._prompt))
         return logits
 
@@ -373,9 +351,9 @@ class Generation:
         at = start
         for done in prefill.run(start, end):
             if refill:
-                self._refilled += done - at
+                self._took.refilled += done - at
             else:
-                self._computed += done - at
+                self._took.computed += done - at
             if self._recorder is not None:
                 self._recorder.feed(self._prompt, at, done)
             at = self._at = done
@@ -396,9 +374,7 @@ class Generation:
 
     def _emit(self, choice: Choice) -> Token:
         token = int(mlxlm.scalar(choice.token))
-        if self._first_token_ms is None:
-            self._first_token_ms = _since(self._started)
-            self._first_sample_ms = _since(self._logits_at)
+        self._took.token()
         self._generated.append(token)
         text, self._finish = self._output.feed(token)
         if self._request.logprobs is None:
@@ -430,12 +406,12 @@ class Generation:
             choice = yield from self._recompute(choice, live)
             row = yield Forward(choice.token, live.seat, True)
         self._fed += 1
-        self._shared_steps += live.seat.batch is not None
+        self._took.shared_steps += live.seat.batch is not None
         return self._choose(row, choice.token)
 
     def _recompute(self, choice: Choice, live: LiveState) -> Generator[Turn, Row, Choice]:
         """Compute the state anew, up to the token that is to be put through the model."""
-        self._alone = "a forward with others failed"
+        self._alone, self._lost = "a forward with others failed", True
         live.seat.sit(self._worker.new_caches(), 0)
         tokens = np.concatenate([self._prompt, as_tokens(self._generated)])
         end = len(self._prompt) + self._fed
@@ -445,7 +421,7 @@ class Generation:
         for _ in prefill.run(0, last):
             yield Wait(lambda: True)
         logits = prefill.last(last, end)
-        live.seat.length = end
+        live.seat.length, self._lost = end, False
         if self._fed < len(self._generated):
             return Choice(mx.array(self._generated[self._fed : self._fed + 1]), choice.row)
         self._chooser.rewind(tokens, self._fed)
@@ -453,7 +429,7 @@ class Generation:
 
     def _keep_generated(self, *, final: bool) -> None:
         """Store the state that decoding added: whole blocks as they fill, the tail at the end."""
-        if self._recorder is None or not self._fed:
+        if self._recorder is None or not self._fed or self._lost:
             return
         # A forward under way holds the state of its own input, which is known by now or dropped.
         total = len(self._prompt) + min(self._fed, len(self._generated))
@@ -474,7 +450,7 @@ class Generation:
             yield Wait(written)
         except Cancelled:
             return
-        self._held = self._storage.hold(tip, ttl, self._request.tenant)
+        self._took.held = self._storage.hold(tip, ttl, self._request.tenant)
 
     # -- accounts ----------------------------------------------------------------------------
 
@@ -485,100 +461,30 @@ class Generation:
         return min(self._request.max_tokens, max(1, context - len(self._prompt)))
 
     def _stats(self) -> Stats:
-        return Stats(
-            prompt_tokens=len(self._prompt),
-            matched_tokens=self._matched(),
-            restored_tokens=self._restored,
-            refilled_tokens=self._refilled,
-            computed_tokens=self._computed,
-            generated_tokens=len(self._generated),
-            forwarded_tokens=self._model.forwarded + self._fed,
-            forwarded_prompt_tokens=self._model.forwarded,
-            skip=self._skip,
-            miss_reason=self._miss_reason(),
-            bytes_read=self._read_nbytes,
-            bytes_ram=self._ram_nbytes,
-            shared_steps=self._shared_steps,
+        return self._took.stats(
+            prompt=len(self._prompt),
+            generated=len(self._generated),
+            forwarded=self._model.forwarded + self._fed,
+            forwarded_prompt=self._model.forwarded,
             alone=self._alone,
-            held=self._held,
-            load_ms=self._load_ms,
-            warmup_ms=self._warmup_ms,
-            queued_ms=self._queued_ms,
-            lookup_ms=self._lookup_ms,
-            restore_ms=self._restore_ms,
-            prefill_ms=self._prefill_ms,
-            first_sample_ms=self._first_sample_ms,
-            behind_ms=self._restore_ms + self._prefill_ms if self._from_stored_logits else 0.0,
-            first_token_ms=self._first_token_ms,
-            total_ms=_since(self._started),
+            block_tokens=self._worker.block_tokens,
         )
-
-    def _miss_reason(self) -> str | None:
-        if self._damaged:
-            return "damaged"
-        if self._shared is not None:
-            return None
-        if self._lease is None:
-            return None
-        match = self._lease.match
-        # Blocks are there that no plan could use: no state, or no window, is stored at their end.
-        if self._covered + self._worker.block_tokens < match.live_prefix_tokens:
-            return "no_boundary"
-        return match.miss_reason
 
     def _record(self, stats: Stats) -> None:
         if self._storage is None:
             return
+        cut_short = self._finish in CUT_SHORT
         self._storage.record(
-            RequestRecord(
-                started_at=self._started_us,
-                namespace_id=self._storage.namespace.id,
-                # A cancelled prompt counts as far as it got.
-                prompt_tokens=self.done,
-                matched_tokens=stats.matched_tokens,
-                restored_tokens=self._restored,
-                refilled_tokens=self._refilled,
-                computed_tokens=self._computed,
-                generated_tokens=len(self._generated),
-                skip=self._skip,
-                tenant=self._request.tenant,
-                client=self._request.client,
-                miss_reason=stats.miss_reason,
-                deepest_block_id=None if self._lease is None else self._lease.match.tip_id,
-                tip_hash=self._tip_hash(),
-                bytes_read=self._read_nbytes,
-                bytes_ram=self._ram_nbytes,
-                load_ms=stats.load_ms,
-                warmup_ms=stats.warmup_ms,
-                queued_ms=stats.queued_ms,
-                lookup_ms=stats.lookup_ms,
-                restore_ms=stats.restore_ms,
-                prefill_ms=stats.prefill_ms,
-                first_sample_ms=stats.first_sample_ms,
-                behind_ms=stats.behind_ms,
-                first_token_ms=stats.first_token_ms,
-                total_ms=stats.total_ms,
-                touched=self._touched,
-                unstored=self._unstored(),
+            self._took.record(
+                stats,
+                self._request,
+                self._storage.namespace.id,
+                self._tip_hash(),
+                cut_short=cut_short,
             ),
             () if self._recorder is None else self._recorder.tickets,
             self._given.segments,
         )
-
-    def _unstored(self) -> str | None:
-        """Why the state of this request was not kept, where that was meant."""
-        if not self._request.store:
-            return "store_off"
-        return "cancelled" if self._finish in CUT_SHORT else None
-
-    def _matched(self) -> int:
-        """Tokens of the prompt that the store knew, holes included."""
-        if self._shared is not None:
-            return len(self._prompt)
-        if self._lease is None:
-            return 0
-        match = self._lease.match
-        return max(match.token_count, match.reach)
 
     def _tip_hash(self) -> bytes | None:
         """Hash of the block that the stored state of this request ends in."""
@@ -589,8 +495,3 @@ class Generation:
 
     def _kept_tokens(self) -> Tokens:
         return np.concatenate([self._prompt, as_tokens(self._generated)])[: self._kept]
-
-
-def _since(began: float) -> float:
-    """Milliseconds since a reading of the performance counter."""
-    return (time.perf_counter() - began) * 1e3

@@ -187,7 +187,10 @@ class Scheduler:
     def _next(self) -> Run | None:
         """Whose turn it is, with a place for it."""
         short = False  # of memory: what is next waits for it, and nothing new goes before
+        full: set[Priority] = set()  # of these nothing new finds a place
         for run in self._order.sort([run for run in self._runs if run.ready]):
+            if run.priority in full and not run.begun:
+                continue
             # A prompt that another one is computing is waited for, with this one's urgency.
             chosen = run if run.begun else self._leader(run) or run
             if chosen.active:
@@ -195,18 +198,27 @@ class Scheduler:
                     return chosen
                 continue
             place = self._place(run)
-            if place is None or not self._allowed(chosen) or (short and chosen.claim is None):
+            if place is None:
+                full.add(run.priority)
+                continue
+            if not self._allowed(chosen) or (short and chosen.claim is None):
                 continue
             if not self._claim(chosen):
                 short = True
                 continue
             for other in place:
-                other.paused = True
-                other.generation.seat.leave()
+                self._pause(other)
             chosen.paused = False
             if chosen.forward is None:
                 return chosen
         return None
+
+    def _pause(self, run: Run) -> None:
+        run.paused = True
+        try:
+            run.generation.seat.leave()
+        except MODEL_FAILURES as error:
+            self._lost(run, error)
 
     def _claim(self, run: Run) -> bool:
         """Memory for its state at its longest; False while others hold it."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
@@ -29,6 +29,7 @@ def steps(lengths: Sequence[int]) -> list[int]:
     return [length // GROWTH + 1 for length in lengths]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 100_000), max_size=40))
 def test_groups_waste_at_most_half_and_are_few(lengths: list[int]) -> None:
     groups = [[lengths[index] for index in group] for group in partition(lengths)]
@@ -132,6 +133,7 @@ def content(cache: Any) -> list[Any]:
     return [np.array(array)[:, :, :count].tolist() for array in arrays]
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from([KVCache, RotatingKVCache, ArraysCache, CacheList]),
     st.lists(st.integers(1, 40), min_size=1, max_size=4),

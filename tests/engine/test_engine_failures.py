@@ -13,7 +13,9 @@ from typing import Any
 from many import ask_all, ends, flush, held, ids
 from tiny_model import prompt_tokens, run
 
-from engine import Engine, Event, Load, Progress, Request, Sampling
+from engine import End, Engine, Event, Load, Progress, Request, Sampling, Token
+from engine.logits import Row
+from engine.turns import Cancelled, Forward, StateLost
 from kvdb.store import Store
 
 BAD = 99
@@ -96,6 +98,36 @@ def test_a_token_that_fails_fails_alone(tiny: Path, store: Store, make_engine: A
     assert run(engine, [*without_bad(30, 30), *alone[0][:39]]).stats.restored_tokens >= 68
 
 
+def test_cancelled_while_its_lost_state_is_computed_anew(
+    tiny: Path, store: Store, make_engine: Any
+) -> None:
+    """Nothing is stored of a state that is not there."""
+    engine = make_engine(store, tiny, block_tokens=16, step=64)
+    prompt = prompt_tokens(700, 1)
+
+    def lose_and_cancel(worker: Any) -> None:
+        coroutine = worker.take(Request(tokens=prompt, max_tokens=40)).events()
+        item = next(coroutine)
+        for _ in range(3):
+            while not isinstance(item, Forward):
+                item = next(coroutine)
+            logits = worker.model(item.token[None], item.seat.caches)[:, -1, :]
+            item.seat.length += 1
+            item = coroutine.send(Row.alone(logits))
+        assert isinstance(item, Token)
+        forward = next(coroutine)
+        forward.seat.lose()
+        coroutine.throw(StateLost("on purpose"))
+        assert 0 < forward.seat.caches[0].offset < 700  # some of it is there again
+        assert isinstance(coroutine.throw(Cancelled("cancelled")), End)
+
+    engine.call(lose_and_cancel)
+    flush(engine)
+    assert held(store) == 0
+    assert store.sql("SELECT count(*) FROM blocks WHERE origin = 'decode'").rows == [(0,)]
+    assert run(engine, prompt).stats.skip == "full"
+
+
 def test_a_deadline_ends_a_request_wherever_it_is(
     tiny: Path, store: Store, make_engine: Any
 ) -> None:
@@ -134,18 +166,30 @@ def test_clients_that_go_leave_nothing_behind(tiny: Path, store: Store, make_eng
 
 HALF = """
 import json, sys
-from engine import blas
-blas.preload()
 import kvdb
-from engine import Engine, EngineOptions, Progress, Request
-tokens = json.loads(sys.argv[3])
+from engine import Engine, EngineOptions, Request
+tokens, most, streams = json.loads(sys.argv[3]), int(sys.argv[4]), []
+
+class Watched:
+    def __init__(self, worker):
+        self.worker, self.model = worker, worker.model.model
+
+    def __call__(self, *arguments, **options):
+        if self.worker.model.forwarded >= most:
+            streams[0].close()  # between two steps, wherever the engine is
+        return self.model(*arguments, **options)
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+def begin(worker):
+    worker.model.model = Watched(worker)
+    streams.append(engine.generate(Request(tokens=tokens, max_tokens=2)))
+
 with kvdb.open(sys.argv[1], min_free_bytes=0) as store:
     with Engine(store, sys.argv[2], options=EngineOptions(block_tokens=64, step=128)) as engine:
-        events = engine.generate(Request(tokens=tokens, max_tokens=2))
-        for event in events:
-            if isinstance(event, Progress) and event.done >= len(tokens) * float(sys.argv[4]):
-                events.close()
-                break
+        engine.call(begin)
+        list(streams[0])
         print(engine.call(lambda worker: worker.model.forwarded))
 """
 
@@ -154,8 +198,8 @@ def test_a_retry_in_another_process_computes_the_other_half(tiny: Path, tmp_path
     """A prefill of 9 steps, cancelled after half of them."""
     tokens = prompt_tokens(1150)
 
-    def attempt(share: float) -> int:
-        arguments = [str(tmp_path / "store"), str(tiny), json.dumps(tokens), str(share)]
+    def attempt(most: int) -> int:
+        arguments = [str(tmp_path / "store"), str(tiny), json.dumps(tokens), str(most)]
         done = subprocess.run(
             [sys.executable, "-c", HALF, *arguments],
             check=True,
@@ -165,5 +209,5 @@ def test_a_retry_in_another_process_computes_the_other_half(tiny: Path, tmp_path
         )
         return int(done.stdout)
 
-    assert 575 <= attempt(0.5) <= 1150 // 2 + 2 * 128
-    assert 0 < attempt(2.0) <= 1150 // 2 + 128 + 1
+    assert attempt(5 * 128) == 5 * 128
+    assert 0 < attempt(5000) == 1150 - 5 * 128 + 1 <= 1150 // 2 + 128

@@ -129,11 +129,14 @@ def test_identical_prompts_are_computed_once(
     engine = make_engine(store if stored else None, tiny, block_tokens=64)
     prompt = prompt_tokens(700)
     requests = [Request(tokens=prompt, max_tokens=n, ignore_eos=True) for n in (5, 9, 7)]
+    requests[2] = replace(requests[2], n=2)
     answers = ask_all(engine, requests)
-    assert engine.call(forwarded) == 700 + 4 + 8 + 6
+    assert engine.call(forwarded) == 700 + 4 + 8 + 6 + 6
     cold = ids(list(engine.generate(replace(requests[1], read=False, store=False))))
     assert [ids(events) for events in answers] == [cold[:5], cold, cold[:7]]
-    assert [ends(events)[0].stats.skip for events in answers] == ["none", "full", "full"]
+    assert ids(answers[2], 1) == cold[:7]
+    skips = [[end.stats.skip for end in ends(events)] for events in answers]
+    assert skips == [["none"], ["full"], ["full", "full"]]
 
 
 def test_a_shared_beginning_is_computed_once(tiny: Path, store: Store, make_engine: Any) -> None:
