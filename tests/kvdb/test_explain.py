@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvdb.errors import UsageError
 from kvdb.explain import Explanation, explain_request, explain_tokens, texts
-from kvdb.explain.case import RUN, Case, Neighbour, reusable
+from kvdb.explain.case import RUN, Case, Neighbour, in_common_runs
 from kvdb.explain.causes import Sides, find_cause
 from kvdb.explain.keyspaces import KeySpace
 from kvdb.identity import ModelIdentity, as_tokens
@@ -91,13 +91,14 @@ def test_the_path_to_a_value(path: list[str], beside: object, spaced: bool) -> N
     st.lists(st.integers(0, 5), max_size=80),
     st.lists(st.integers(0, 5), max_size=80),
 )
-def test_reusable_tokens_lie_in_long_common_runs(a: list[int], b: list[int]) -> None:
+def test_tokens_in_long_common_runs(a: list[int], b: list[int]) -> None:
     expected = set()
     runs = {tuple(b[i : i + RUN]) for i in range(len(b) - RUN + 1)}
     for i in range(len(a) - RUN + 1):
         if tuple(a[i : i + RUN]) in runs:
             expected |= set(range(i, i + RUN))
-    assert reusable(as_tokens(a), as_tokens(b)) == len(expected)
+    found = in_common_runs(as_tokens(a), as_tokens(b))
+    assert set(np.flatnonzero(found)) == expected
 
 
 def sides(prompt: str, stored: str, at: int, answer_from: int) -> Sides:
