@@ -7,6 +7,8 @@ what is heavy when they run.
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,6 +71,10 @@ class Program(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(sorted(VERBS.items()))
 
+    def main(self, *args: Any, **options: Any) -> Any:
+        _open_closed_streams()
+        return super().main(*args, **options)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -81,6 +87,14 @@ class Program(click.Group):
             raise Failure(f"{error.strerror or error}{where}.", 1) from error
         except (KeyboardInterrupt, click.Abort) as error:
             raise Failure("Interrupted.", INTERRUPTED) from error
+
+
+def _open_closed_streams() -> None:
+    """Who starts the program may have closed them (``<&-``): then a file of the store could get
+    their number, and what is said would be written into it."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - stays
 
 
 @click.command(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvdb.cli.interrupts import noted_interrupts
-from kvdb.cli.options import open_store, store_option
+from kvdb.cli.options import Seconds, open_store, store_option
 from kvdb.cli.output import Format, output_options, say, write_rows
 from kvdb.errors import MissingParameter, QueryError
 
@@ -57,7 +57,7 @@ GRACE_SECONDS = 0.25
     "--timeout",
     default=10.0,
     show_default=True,
-    type=click.FloatRange(min=0, min_open=True),
+    type=Seconds(),
     metavar="SECONDS",
     help="Stop the statement after this time.",
 )
@@ -115,7 +115,7 @@ def _change(sql: str, parameters: dict[str, str], limit: int, timeout: float) ->
     from kvdb.sandbox.write import run_write
 
     with open_store() as store:
-        return run_write(store.database, sql, parameters, limit=limit)
+        return run_write(store.database, sql, parameters, limit=limit, deadline=timeout)
 
 
 def _statement(sql: str | None, file: Path | None) -> str:
