@@ -74,8 +74,10 @@ def query(
 ) -> None:
     """Ask the store in SQL and print the rows.
 
-    SQL is one SELECT over the store's tables and views, which docs/schema.md and kvdb shell's
-    .tables describe; "-" reads it from standard input. It can only read, unless --write is given.
+    SQL is one SELECT over the store's tables and views; "-" reads it from standard input. It can
+    only read, unless --write is given. The views are block_usage, prefix_tree, sequence_blocks,
+    hit_history, hourly_hits, savings, tenant_usage, capacity, missed_prefixes, miss_reasons,
+    daily_evictions and daily_wear; docs/schema.md and kvdb shell's .tables describe them all.
     Beside SQLite's functions there are tokens(blob), token_text(blob, namespace_id),
     human_bytes(n) and ago(us). Blobs are printed as hex.
     """

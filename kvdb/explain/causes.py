@@ -133,7 +133,7 @@ def _same_content(part: Segment, stored: Segment) -> bool:
     return (
         part.kind in CONTENT
         and part.digest is not None
-        and (part.kind, part.role, part.digest) == (stored.kind, stored.role, stored.digest)
+        and (part.kind, part.digest) == (stored.kind, stored.digest)  # the role is content too
     )
 
 

@@ -15,7 +15,7 @@ from kvdb.explain.case import RUN, Case, Neighbour, in_common_runs
 from kvdb.explain.causes import Sides, find_cause
 from kvdb.explain.keyspaces import KeySpace
 from kvdb.identity import ModelIdentity, as_tokens
-from kvdb.segments import Segment
+from kvdb.segments import Segment, load_segments
 from kvdb.store import Store
 from tests.support import open_namespace, put_all, random_tokens
 
@@ -159,6 +159,20 @@ def test_without_parts_and_decoder(store: Store) -> None:
     assert any(line.startswith("Why: ") for line in found.lines())
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 50_000,
+        '[{"kind": "message", "end": 1e99}, {"kind": 5, "end": 3}, {"end": 3}, null, [], 7]',
+        '[{"kind": "message", "end": 3, "digest": ["a"]}, {"kind": "tool", "end": 3, "name": 7}]',
+        '[{"kind": "message", "end": 99999999999999999999}, {"kind": "message", "end": -1}]',
+        '[{"kind": "message", "end": 3, "index": "x"}, {"kind": "message", "end": true}]',
+    ],
+)
+def test_foreign_segments_are_left_out(text: str) -> None:
+    assert load_segments(text) == []
+
+
 def test_wrong_questions(store: Store) -> None:
     namespace = open_namespace(store)
     for tokens in ([], [-1], [1.5]):
@@ -169,5 +183,6 @@ def test_wrong_questions(store: Store) -> None:
 
 
 def test_lines_are_printable() -> None:
-    found = Explanation(3, 1, "x", "It is so.", "", 1, "tool", "a\x1b[0m»\n«", "\u202eb»c«")
+    evil = "\x1b]0;evil\x07\n"
+    found = Explanation(3, 1, "x", f"It is {evil}.", "", 1, f"tool {evil}", evil, "\u202eb»c«")
     assert all(line.isprintable() for line in found.lines())

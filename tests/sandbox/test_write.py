@@ -83,9 +83,7 @@ def test_a_long_deletion_is_many_short_transactions(full: Store) -> None:
     assert count(full) == 0
 
 
-def test_a_long_deletion_deletes_what_it_says(
-    full: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_deletion_deletes_what_it_says(full: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its condition holds for the rows as they were, and is a condition."""
     monkeypatch.setattr("kvdb.sandbox.write.ROWS_PER_TRANSACTION", 1)
     sql = "DELETE FROM requests WHERE id < (SELECT avg(id) FROM requests)"
