@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import mlx.core as mx
 
 from engine.cachekinds import MLX_DTYPES, TOKEN_AXIS, Bytes
+from engine.cuda import Uplink
 from engine.live import LiveState
 from engine.plan import Plan
-from engine.restore import Buffers, to_mlx
+from engine.restore import Buffers
 from engine.storage import Read, Storage
 from kvdb.layout import Layout, PartSpec
 from kvdb.prefetch import Wanted
@@ -24,7 +25,7 @@ from kvdb.ramtier import PartKey, RamTier
 if TYPE_CHECKING:
     from kvdb.match import Match, MatchedBlock
 
-# A part of one block on the device: the arrays of `upload`.
+# A part of one block on the device: the arrays of `device_part`.
 DevicePart = tuple[mx.array, ...]
 
 
@@ -38,10 +39,12 @@ class _Piece(NamedTuple):
 
 class DeviceBuffers(Buffers):
     """What a plan restores, with full attention held on the device. ``tier`` keeps it there for the
-    next request; its values never change, and live caches write into copies."""
+    next request; its values never change, and live caches write into copies. ``uplink`` leads
+    there."""
 
-    def __init__(self, layout: Layout, tier: RamTier[DevicePart]) -> None:
+    def __init__(self, layout: Layout, tier: RamTier[DevicePart], uplink: Uplink) -> None:
         super().__init__(layout, 0, full=False)
+        self._uplink = uplink
         self._tier = tier
         self._parts = [part for part in layout.parts if part.sees_all]
         self._pieces: dict[str, list[_Piece]] = {part.name: [] for part in self._parts}
@@ -94,12 +97,13 @@ class DeviceBuffers(Buffers):
             if names:
                 missing.append(Wanted(block, names))
         late = {item.block.id: item for item in missing}
-        for got in storage.stream(missing, places):
+        for got in storage.stream(missing, places, self._uplink.staging):
             if got.parts is None:
                 continue
             disk, ram = disk + got.disk, ram + got.ram
             for name, (key, raw) in got.parts.items():
-                arrays = upload(raw, self._layout.by_name[name], got.block.token_count)
+                part = self._layout.by_name[name]
+                arrays = device_part(raw, part, got.block.token_count, self._uplink)
                 self._tier.put(key, arrays, raw.nbytes)
                 self._pieces[name].append(_Piece(got.block.start, counts[got.block.id], arrays))
             del late[got.block.id]
@@ -115,7 +119,7 @@ class DeviceBuffers(Buffers):
         return Read(lost, shared not in late, disk, ram)
 
 
-def upload(raw: Bytes, part: PartSpec, tokens: int) -> DevicePart:
+def device_part(raw: Bytes, part: PartSpec, tokens: int, uplink: Uplink) -> DevicePart:
     """A part of a block on the device: one array ``(layers, tensors, *shape)`` where its tensors
     are alike, else one ``(layers, *shape)`` per tensor. ``raw`` may be overwritten afterwards."""
     layers = len(part.layers)
@@ -123,8 +127,9 @@ def upload(raw: Bytes, part: PartSpec, tokens: int) -> DevicePart:
     if alike is not None:
         dtype, shape = alike
         bits = raw.view(part.tensors[0].numpy_dtype).reshape(shape)
-        return (to_mlx(bits, dtype),)
-    rows = mx.array(raw.reshape(layers, -1))
+        array = uplink.upload(bits)
+        return (array.view(mx.bfloat16) if dtype == "BF16" else array,)
+    rows = uplink.upload(raw.reshape(layers, -1))
     arrays, at = [], 0
     for spec in part.tensors:
         nbytes = spec.nbytes(tokens)

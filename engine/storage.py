@@ -16,7 +16,7 @@ from engine.events import Reuse
 from kvdb.errors import KvdbError, QuotaExceeded, StoreMissing
 from kvdb.history import RequestRecord
 from kvdb.identity import Tokens
-from kvdb.prefetch import ReadBlock, Wanted, stream_blocks
+from kvdb.prefetch import ReadBlock, Staging, Wanted, stream_blocks
 from kvdb.segments import Segment
 from kvdb.writer import Payload, Ticket
 
@@ -157,10 +157,12 @@ class Storage:
         """Where the parts of some blocks lie; nowhere after a failure."""
         return self._try(lambda: self.store.locate(block_ids), {})
 
-    def stream(self, wanted: Sequence[Wanted], places: Places) -> Iterator[ReadBlock]:
+    def stream(
+        self, wanted: Sequence[Wanted], places: Places, staging: Staging
+    ) -> Iterator[ReadBlock]:
         """See :func:`kvdb.prefetch.stream_blocks`; a failure ends it."""
         try:
-            yield from stream_blocks(self.store, wanted, places)
+            yield from stream_blocks(self.store, wanted, places, staging)
         except KvdbError as error:
             self._say_failed(error)
 

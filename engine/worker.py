@@ -13,6 +13,7 @@ import mlx.core as mx
 from engine import batchkinds, cachekinds, mlxlm, models
 from engine.blas import Blas
 from engine.buildcheck import open_storage
+from engine.cuda import open_uplink
 from engine.device import DeviceBuffers
 from engine.events import Request
 from engine.generation import Generation
@@ -68,6 +69,7 @@ class Worker:
         self.alone = self._alone()
         self.salt = options.salt
         self._store = store
+        self._uplink = open_uplink()
         self._salted: dict[bytes, Storage | None] = {}
         self.storage = self._storage(options.salt)
         self._load_ms = self.loaded.load_seconds * 1e3
@@ -116,7 +118,7 @@ class Worker:
         """What a request restores into: memory that the store can reach, or the device's."""
         if mlxlm.host_memory() or self._store is None:
             return Buffers(layout, capacity)
-        return DeviceBuffers(layout, self._store.device_ram)
+        return DeviceBuffers(layout, self._store.device_ram, self._uplink)
 
     def storage_for(self, salt: bytes) -> Storage | None:
         """The key space of requests with ``salt``; without one, the engine's own."""

@@ -9,7 +9,7 @@ memory is at hand, :func:`kvdb.restore.read_match` fills it directly.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -43,11 +43,13 @@ class ReadBlock(NamedTuple):
 
 
 def stream_blocks(
-    store: Store, wanted: Sequence[Wanted], places: Mapping[tuple[int, str], Location]
+    store: Store,
+    wanted: Sequence[Wanted],
+    places: Mapping[tuple[int, str], Location],
+    staging: Staging,
 ) -> Iterator[ReadBlock]:
-    """Read ``wanted`` in order, ``store.read_ahead`` blocks ahead of the caller. ``places`` are
-    what :meth:`Store.locate` says of them."""
-    staging = _Staging()
+    """Read ``wanted`` in order, ``store.read_ahead`` blocks ahead of the caller, by way of
+    ``staging``. ``places`` are what :meth:`Store.locate` says of them."""
 
     def read(item: Wanted) -> tuple[ReadBlock, list[Bytes]]:
         parts: dict[str, tuple[PartKey, Bytes]] = {}
@@ -72,7 +74,7 @@ def stream_blocks(
 
 
 def _read(
-    store: Store, place: Location, staging: _Staging, borrowed: list[Bytes]
+    store: Store, place: Location, staging: Staging, borrowed: list[Bytes]
 ) -> tuple[PartKey, Bytes, bool]:
     """A part's key and raw bytes, and whether these came from the RAM tier. Raises Damaged."""
     key = PartKey.of(place)
@@ -89,10 +91,12 @@ def _read(
     return key, raw, False
 
 
-class _Staging:
-    """Host buffers by size, each lent to one read at a time."""
+class Staging:
+    """Host buffers by size, each lent to one read at a time; ``allocate`` makes one of so many
+    bytes. What is kept are the most that were ever lent at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int], Bytes] | None = None) -> None:
+        self._allocate = allocate or (lambda nbytes: np.empty(nbytes, np.uint8))
         self._free: dict[int, list[Bytes]] = {}
         self._mutex = threading.Lock()
 
@@ -101,7 +105,7 @@ class _Staging:
             free = self._free.get(nbytes)
             if free:
                 return free.pop()
-        return np.empty(nbytes, dtype=np.uint8)
+        return self._allocate(nbytes)
 
     def take_back(self, buffers: Sequence[Bytes]) -> None:
         with self._mutex:

@@ -56,6 +56,9 @@ class Segment:
         }.get(self.kind, self.kind)
 
 
+KEYS = {field.name for field in fields(Segment)}
+
+
 def content_digest(content: object) -> str:
     """Short digest of a message, a tool, or text: the order of JSON keys takes no part."""
     text = content if isinstance(content, str) else canonical_json(content)
@@ -75,25 +78,30 @@ def load_segments(text: str | None) -> list[Segment]:
         return []
     try:
         rows = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
     return as_segments(rows) if isinstance(rows, list) else []
 
 
 def as_segments(rows: Iterable[Segment | Mapping[str, Any]]) -> list[Segment]:
     """Segments from objects or JSON rows; what is neither is left out."""
-    names = {field.name for field in fields(Segment)}
-    segments = []
-    for row in rows:
-        if isinstance(row, Segment):
-            segments.append(row)
-        elif (
-            isinstance(row, Mapping)
-            and isinstance(row.get("kind"), str)
-            and isinstance(row.get("end"), int)
-        ):
-            segments.append(Segment(**{key: row[key] for key in names & row.keys()}))
-    return segments
+    return [
+        row if isinstance(row, Segment) else Segment(**{key: row[key] for key in KEYS & row.keys()})
+        for row in rows
+        if isinstance(row, Segment) or _is_row(row)
+    ]
+
+
+def _is_row(row: object) -> bool:
+    if not isinstance(row, Mapping):
+        return False
+    texts = (row.get(key) for key in ("role", "name", "digest"))
+    numbers = (row.get("end"), row.get("index", 0), row.get("count", 1))
+    return (
+        isinstance(row.get("kind"), str)
+        and all(isinstance(text, str | None) for text in texts)
+        and all(type(number) is int and 0 <= number < 1 << 32 for number in numbers)
+    )
 
 
 def fold(segments: Sequence[Segment]) -> list[Segment]:

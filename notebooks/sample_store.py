@@ -105,11 +105,13 @@ class Clock:
         return int(self.seconds * 1e6)
 
 
-def make_store(path: Path, *, days: int = 28, end: float = END, seed: int = 1) -> Path:
+def make_store(
+    path: Path, *, days: int = 28, end: float = END, seed: int = 1, max_bytes: int = MAX_BYTES
+) -> Path:
     """Make a store of ``days`` days up to ``end`` at ``path``, which must not exist. About 60
     requests a day; 28 days take about 20 seconds."""
     clock = Clock(end - days * DAY)
-    options = Options(max_bytes=MAX_BYTES, min_free_bytes=0, program="sample")
+    options = Options(max_bytes=max_bytes, min_free_bytes=0, program="sample")
     environment = Environment(now_us=clock.now_us)
     with open_store(path, options, environment=environment) as store:
         namespaces = {

@@ -65,6 +65,8 @@ def parse_body(document: object) -> Chat:
         prompt = document["prompt"]
         if not isinstance(prompt, str):
             raise PromptError("A request's prompt must be one text.")
+        if not prompt:
+            raise PromptError("The prompt is empty.")
         return Chat(text=prompt)
     else:
         raise PromptError("The request has neither messages nor input nor prompt.")
@@ -100,7 +102,9 @@ def _message(item: object) -> Data:
     message["role"] = _role(message)
     if isinstance(message.get("content"), list):
         message["content"] = _joined(message["content"])
-    elif not isinstance(message.get("content"), str | None):
+    elif message.get("content") is None:
+        message["content"] = ""  # as mlx-lm's server has it: with tool calls OpenAI sends null
+    elif not isinstance(message["content"], str):
         raise PromptError("A message's content must be text or a list of parts.")
     if message.get("tool_calls") is not None:
         calls = message["tool_calls"]

@@ -172,6 +172,8 @@ def _render_by_loaded(request: Request, options: Mapping[str, Any], loaded: Any)
         text: str = loaded.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **more
         )
+    except RecursionError as error:
+        raise PromptError("The messages are nested too deeply for the template.") from error
     except (ValueError, TypeError, KeyError, TemplateError) as error:
         raise PromptError(f"The chat template refuses these messages: {error}.") from error
     return text

@@ -121,12 +121,12 @@ class ChatTemplate:
         *,
         marked: bool,
     ) -> str:
-        chat = [_message(message) for message in messages]
-        schemas = None if tools is None else [plain(dict(tool)) for tool in tools]
-        mark = _marker(chat, schemas or []) if marked else _no_mark
-        compiled = self._tool_use if schemas is not None else self._default
-        variables = {**self.specials, "enable_thinking": self.thinking, **plain(dict(options))}
+        compiled = self._default if tools is None else self._tool_use
         try:
+            chat = [_message(message) for message in messages]
+            schemas = None if tools is None else [plain(dict(tool)) for tool in tools]
+            mark = _marker(chat, schemas or []) if marked else _no_mark
+            variables = {**self.specials, "enable_thinking": self.thinking, **plain(dict(options))}
             return compiled.render(
                 **{
                     **variables,

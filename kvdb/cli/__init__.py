@@ -7,7 +7,9 @@ what is heavy when they run.
 from __future__ import annotations
 
 import importlib
+import os
 import signal
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,6 +72,10 @@ class Program(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(sorted(VERBS.items()))
 
+    def main(self, *args: Any, **options: Any) -> Any:
+        _open_closed_streams()
+        return super().main(*args, **options)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see kvdb/__main__.py
@@ -84,6 +90,14 @@ class Program(click.Group):
             raise Failure(f"{error.strerror or error}{where}.", 1) from error
         except (KeyboardInterrupt, click.Abort) as error:
             raise Failure("Interrupted.", INTERRUPTED) from error
+
+
+def _open_closed_streams() -> None:
+    """Who starts the program may have closed them (``<&-``): then a file of the store could get
+    their number, and what is said would be written into it."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - stays
 
 
 @click.command(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})

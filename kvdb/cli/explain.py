@@ -9,6 +9,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from kvdb.cli.options import (
+    RowId,
     open_store,
     prepare_tokenizers,
     setting_option,
@@ -43,17 +44,17 @@ class _Model:
     "--file",
     "--messages",
     "file",
-    type=click.File("r", encoding="utf-8"),
+    type=click.File("r", encoding="utf-8-sig"),
     metavar="FILE",
     help="A request body (OpenAI or Anthropic), chat messages as JSON, or text; - for stdin.",
 )
 @click.option(
     "--tokens",
-    type=click.File("r", encoding="utf-8"),
+    type=click.File("r", encoding="utf-8-sig"),
     metavar="FILE",
     help="Token ids, apart by spaces or commas or as JSON.",
 )
-@click.option("--request", "request_id", type=int, metavar="ID", help="A past request instead.")
+@click.option("--request", "request_id", type=RowId(), metavar="ID", help="A past request instead.")
 @click.option(
     "--model",
     default="smollm2-135m",

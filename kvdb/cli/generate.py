@@ -49,14 +49,14 @@ TERMINATED = 143
 @click.option(
     "--messages",
     "messages_file",
-    type=click.File("r", encoding="utf-8"),
+    type=click.File("r", encoding="utf-8-sig"),
     metavar="FILE",
     help="Chat messages as a JSON list, or a request body, instead of a prompt.",
 )
 @click.option(
     "--tokens",
     "tokens_file",
-    type=click.File("r", encoding="utf-8"),
+    type=click.File("r", encoding="utf-8-sig"),
     metavar="FILE",
     help="Token ids, apart by spaces or commas or as JSON, instead of a prompt.",
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvdb.cli.options import open_store, store_option
+from kvdb.cli.options import RowId, open_store, store_option
 from kvdb.cli.output import Format, output_options, say, write_rows
 
 SKIPS = ("full", "refill", "partial", "approximate", "none")
@@ -50,7 +50,7 @@ class HashPrefix(click.ParamType[str]):
 
 @click.command()
 @click.argument("kind", metavar="KIND")
-@click.option("--namespace", type=int, metavar="ID", help="Only of this namespace.")
+@click.option("--namespace", type=RowId(), metavar="ID", help="Only of this namespace.")
 @click.option("--model", metavar="TEXT", help="Only of models whose name contains this.")
 @click.option("--tenant", metavar="NAME", help="Only of this tenant.")
 @click.option("--client", metavar="NAME", help="Only requests of this client.")

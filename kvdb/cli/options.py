@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,6 +15,35 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 FLAGS = "kvdb.flags"
+
+
+class Seconds(click.FloatRange):
+    """How long something may take: above 0, up to a day."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, min_open=True, max=86_400)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        seconds: float = super().convert(value, param, ctx)
+        if math.isnan(seconds):
+            self.fail(f"{value!r} is not a number of seconds.", param, ctx)
+        return seconds
+
+
+class RowId(click.ParamType[int]):
+    """The id of a namespace or a request."""
+
+    name = "id"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int:
+        text = str(value)
+        if not (text.isascii() and text.isdecimal() and len(text) < 19):
+            self.fail(f"{text!r} is not an id: a whole number.", param, ctx)
+        return int(text)
 
 
 def setting_option(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvdb.cli.interrupts import noted_interrupts
-from kvdb.cli.options import open_store, store_option
+from kvdb.cli.options import Seconds, open_store, store_option
 from kvdb.cli.output import Format, output_options, say, write_rows
 from kvdb.errors import MissingParameter, QueryError
 
@@ -57,7 +57,7 @@ GRACE_SECONDS = 0.25
     "--timeout",
     default=10.0,
     show_default=True,
-    type=click.FloatRange(min=0, min_open=True),
+    type=Seconds(),
     metavar="SECONDS",
     help="Stop the statement after this time.",
 )
@@ -74,8 +74,10 @@ def query(
 ) -> None:
     """Ask the store in SQL and print the rows.
 
-    SQL is one SELECT over the store's tables and views, which docs/schema.md and kvdb shell's
-    .tables describe; "-" reads it from standard input. It can only read, unless --write is given.
+    SQL is one SELECT over the store's tables and views; "-" reads it from standard input. It can
+    only read, unless --write is given. The views are block_usage, prefix_tree, sequence_blocks,
+    hit_history, hourly_hits, savings, tenant_usage, capacity, missed_prefixes, miss_reasons,
+    daily_evictions and daily_wear; docs/schema.md and kvdb shell's .tables describe them all.
     Beside SQLite's functions there are tokens(blob), token_text(blob, namespace_id),
     human_bytes(n) and ago(us). Blobs are printed as hex.
     """
@@ -115,7 +117,7 @@ def _change(sql: str, parameters: dict[str, str], limit: int, timeout: float) ->
     from kvdb.sandbox.write import run_write
 
     with open_store() as store:
-        return run_write(store.database, sql, parameters, limit=limit)
+        return run_write(store.database, sql, parameters, limit=limit, deadline=timeout)
 
 
 def _statement(sql: str | None, file: Path | None) -> str:

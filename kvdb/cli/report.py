@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from kvdb.cli.ls import Moment
-from kvdb.cli.options import open_store, store_option
+from kvdb.cli.options import RowId, open_store, store_option
 from kvdb.cli.output import say
 
 SUFFIXES = (".html", ".htm")
@@ -24,7 +24,7 @@ SUFFIXES = (".html", ".htm")
     type=Moment(),
     help="Only requests from then on: 12h, 7d, 2026-08-31 (UTC).",
 )
-@click.option("--namespace", type=int, metavar="ID", help="Only of this namespace.")
+@click.option("--namespace", type=RowId(), metavar="ID", help="Only of this namespace.")
 @click.option("--tenant", metavar="NAME", help="Only requests of this tenant.")
 @click.option("--no-text", is_flag=True, help="Show no text of any prompt.")
 @store_option

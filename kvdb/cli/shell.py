@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from kvdb.cli.options import open_store, store_option
+from kvdb.cli.options import Seconds, open_store, store_option
 from kvdb.cli.output import say
 
 
@@ -28,7 +28,7 @@ from kvdb.cli.output import say
     "--timeout",
     default=10.0,
     show_default=True,
-    type=click.FloatRange(min=0, min_open=True),
+    type=Seconds(),
     metavar="SECONDS",
     help="Stop a statement after this time.",
 )

@@ -11,7 +11,7 @@ from kvdb.explain.explanation import Explanation
 from kvdb.explain.keyspaces import differences
 from kvdb.explain.neighbours import PastRequest, nearest, recent_requests
 from kvdb.explain.remembered import Loss, find_elsewhere, find_loss, seconds_per_token
-from kvdb.explain.wording import REASONS, at_time, why_unstored, words
+from kvdb.explain.wording import at_time, why_evicted, why_unstored, words
 
 FIRST_BLOCK = "SELECT created_at FROM blocks ORDER BY id LIMIT 1"
 HELD = "SELECT 1 FROM block_tokens WHERE block_id = ?"
@@ -64,7 +64,7 @@ def _parted(connection: Connection, case: Case, neighbour: Neighbour) -> Explana
     at = neighbour.shared
     saving = 0
     if cause.code not in NEW:
-        saving = max(reusable(case.tokens[at:], neighbour.tokens[at:]), at - case.reach)
+        saving = max(reusable(case, neighbour), at - case.reach)
     ended = at >= len(neighbour.tokens)
     return _say(
         connection,
@@ -96,9 +96,11 @@ def _lost(connection: Connection, case: Case, loss: Loss) -> Explanation:
     code = loss.reason if loss.reason in ("damaged", "missing") else "evicted"
     if code == "evicted" and loss.expired is not None:
         code = "expired"
+    why, remedy = why_evicted(loss.reason)
     facts = {
         "when": at_time(loss.at),
-        "why": REASONS.get(loss.reason, loss.reason),
+        "why": why,
+        "remedy": remedy,
         "detail": f" ({loss.detail})" if loss.detail else "",
         "held": loss.expired,
     }

@@ -82,17 +82,30 @@ def equal_parts(a: Sequence[Segment], b: Sequence[Segment]) -> int:
 RUN = 16
 
 
-def reusable(prompt: Tokens, stored: Tokens) -> int:
-    """Tokens of ``prompt`` in runs of at least RUN that ``stored`` has too, anywhere: what would
-    have hit if nothing had been moved or changed before them."""
+def reusable(case: Case, neighbour: Neighbour) -> int:
+    """Tokens of the prompt from the difference on that the neighbour has too, anywhere: what would
+    have hit if nothing had been moved or changed before them, and equal content been written
+    alike."""
+    at = neighbour.shared
+    known = in_common_runs(case.tokens[at:], neighbour.tokens[at:])
+    contents = {part.digest for part in neighbour.segments if part.digest and part.end > at}
+    start = 0
+    for part in case.segments:
+        if part.end > at and part.digest in contents:
+            known[max(start - at, 0) : part.end - at] = True
+        start = part.end
+    return int(np.count_nonzero(known))
+
+
+def in_common_runs(prompt: Tokens, stored: Tokens) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Which tokens of ``prompt`` are in runs of at least RUN that ``stored`` has too."""
     if min(len(prompt), len(stored)) < RUN:
-        return 0
-    known = np.isin(_runs(prompt), _runs(stored))
+        return np.zeros(len(prompt), dtype=np.bool_)
     covered = np.zeros(len(prompt) + 1, dtype=np.int64)
-    starts = np.flatnonzero(known)
+    starts = np.flatnonzero(np.isin(_runs(prompt), _runs(stored)))
     np.add.at(covered, starts, 1)
     np.add.at(covered, starts + RUN, -1)
-    return int(np.count_nonzero(np.cumsum(covered)[:-1]))
+    return np.cumsum(covered)[:-1] > 0
 
 
 def _runs(tokens: Tokens) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:

@@ -133,7 +133,7 @@ def _same_content(part: Segment, stored: Segment) -> bool:
     return (
         part.kind in CONTENT
         and part.digest is not None
-        and (part.kind, part.role, part.digest) == (stored.kind, stored.role, stored.digest)
+        and (part.kind, part.digest) == (stored.kind, stored.digest)  # the role is content too
     )
 
 
@@ -162,9 +162,10 @@ def _tools(sides: Sides, part: Segment | None, where: str | None) -> Cause | Non
     index = part_at(sides.stored_parts, sides.at)
     stored = None if index is None else sides.stored_parts[index]
     digests, stored_digests = ([tool.digest for tool in tools] for tools in (mine, theirs))
-    in_tools = "tool" in (part and part.kind, stored and stored.kind)
-    in_template = "template" in (part and part.kind, stored and stored.kind)
-    if not in_tools and not (in_template and digests != stored_digests):
+    kinds = (part and part.kind, stored and stored.kind)
+    # Templates write the tools into the system prompt, or say something else when there are some.
+    around = "template" in kinds or (part and stored and _same_content(part, stored))
+    if "tool" not in kinds and not (around and digests != stored_digests):
         return None
     if digests == stored_digests:
         prompt_text, stored_text = sides.texts()

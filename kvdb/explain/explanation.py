@@ -43,16 +43,16 @@ class Explanation:
         if self.neighbour:
             lines.append(f"Compared with {self.neighbour}.")
         if self.stored_text is not None:
-            lines.append(f"  stored: {_one_line(self.stored_text)}")
+            lines.append(f"  stored: {self.stored_text}")
         if self.prompt_text is not None:
-            lines.append(f"  prompt: {_one_line(self.prompt_text)}")
+            lines.append(f"  prompt: {self.prompt_text}")
         lines.append(f"Why: {self.diagnosis}")
         if self.advice:
             lines.append(f"Advice: {self.advice}")
         if self.saving_tokens:
             time = "" if self.saving_seconds is None else f", {self.saving_seconds:.1f} s"
             lines.append(f"It would save about {self.saving_tokens:,} tokens{time}.")
-        return lines
+        return [_one_line(line) for line in lines]  # a tool may be named anything
 
     def as_dict(self) -> dict[str, Any]:
         """The explanation for JSON."""

@@ -35,7 +35,7 @@ SELECT sum(prefill_ms) / sum(computed_tokens + refilled_tokens) FROM (
 
 class Loss(NamedTuple):
     """``tokens`` of the prompt that were stored and are gone: why and when (Unix µs) the first of
-    their blocks went; ``expired`` is the name whose time ended before, if one held them."""
+    their blocks went, ``forgotten`` and None where history no longer says; ``expired`` is the name whose time ended before, if one held them."""
 
     reason: str
     at: int | None
@@ -58,7 +58,7 @@ def find_loss(connection: Connection, case: Case) -> Loss | None:
                 break
             if connection.execute(EVICTED_ROW, (hash_,)).fetchone() is None:
                 break
-        first = first or (("limit", None, None) if row is None else row)
+        first = first or (("forgotten", None, None) if row is None else row)
         ended = connection.execute(EXPIRY, (hash_, case.before)).fetchone()
         expired = expired or (None if ended is None else str(ended[1]))
         count += 1

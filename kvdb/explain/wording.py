@@ -94,8 +94,8 @@ CAUSES: Mapping[str, Words] = {
     ),
     "text_changed": Words("The text is another one from here on.", KEEP_FRONT_STABLE),
     "evicted": Words(
-        "It was stored and evicted {when}, because {why}.",
-        "Give the store more room (max_bytes), or pin the prefix with kvdb pin.",
+        "It was stored and evicted {when}{why}.",
+        "{remedy}",
     ),
     "expired": Words(
         "It was held until {held} expired, and was then evicted {when}.",
@@ -135,11 +135,22 @@ CAUSES: Mapping[str, Words] = {
     ),
 }
 
-REASONS: Mapping[str, str] = {
-    "limit": "the store was full",
-    "quota": "its quota was used up",
-    "manual": "it was evicted by hand",
-    "replaced": "other state took its place",
+# Why a block was evicted, and what helps.
+EVICTED: Mapping[str, tuple[str, str]] = {
+    "limit": (
+        ", because the store was full",
+        "Give the store more room (max_bytes), or pin the prefix with kvdb pin.",
+    ),
+    "quota": (
+        ", because its quota was used up",
+        "Raise the quota (kvdb quota), or pin the prefix with kvdb pin.",
+    ),
+    "manual": (" by hand", "Pin what must stay with kvdb pin."),
+    "replaced": (", because other state took its place", NOTHING_TO_DO),
+    "forgotten": (
+        "; why is no longer known",
+        "Pin the prefix with kvdb pin, or keep a longer history (history_evictions).",
+    ),
 }
 
 UNSTORED: Mapping[str, tuple[str, str]] = {
@@ -175,6 +186,11 @@ def why_unstored(reason: str | None) -> tuple[str, str]:
         return "it was dropped, or the process ended first", "Close the store before you exit."
     known = UNSTORED.get(reason)
     return known or (f"the writer dropped it ({reason})", "kvdb doctor may say more.")
+
+
+def why_evicted(reason: str) -> tuple[str, str]:
+    """Why a block was evicted, and what helps."""
+    return EVICTED.get(reason) or (f" ({reason})", EVICTED["forgotten"][1])
 
 
 def at_time(us: int | None) -> str:

@@ -72,7 +72,7 @@ def run_sql(
 
 
 def check_limits(sql: str, limit: int, deadline: float) -> None:
-    if limit < 0 or deadline <= 0:
+    if limit < 0 or not deadline > 0:
         raise QueryError("The row limit must not be negative and the deadline must be above 0.")
     if len(sql) > MAX_SQL_CHARACTERS:
         raise QueryError(f"The statement is longer than {MAX_SQL_CHARACTERS} characters.")
@@ -158,6 +158,8 @@ def explain(error: Exception, problems: list[str], deadline: float) -> str:
     """One sentence for what SQLite refused."""
     if problems:
         return problems[0]
+    if isinstance(error, UnicodeEncodeError):
+        return "The statement holds bytes that are not valid text."
     message = str(error).strip()
     if message == "interrupted":
         return STOPPED.format(deadline)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import time
 from typing import Any
@@ -11,6 +13,8 @@ from kvdb.errors import QueryError, UsageError
 from kvdb.quotas import NAMESPACE_QUOTA, TENANT_QUOTA
 from kvdb.sandbox.rules import authorizer
 from kvdb.sandbox.statement import (
+    DEFAULT_DEADLINE_SECONDS,
+    DEFAULT_LIMIT,
     INSTRUCTIONS_PER_CHECK,
     Parameters,
     SqlResult,
@@ -18,11 +22,13 @@ from kvdb.sandbox.statement import (
     check_limits,
     explained,
     fetch,
+    run_sql,
 )
 
 # Others wait for writer.lock meanwhile, so a transaction is short, and long deletions are many.
 MAX_WRITE_SECONDS = 0.5
 ROWS_PER_TRANSACTION = 1000
+MOST_ROWS = 10_000_000
 PLAIN_DELETE = re.compile(
     r"\s*DELETE\s+FROM\s+(requests|evictions)(?:\s+WHERE\s(.*?))?\s*;?\s*",
     re.IGNORECASE | re.DOTALL,
@@ -38,36 +44,47 @@ LEAST = {"max_bytes": 16 << 20}
 
 
 def run_write(
-    database: Database, sql: str, params: Parameters = (), *, limit: int = 1000
+    database: Database,
+    sql: str,
+    params: Parameters = (),
+    *,
+    limit: int = DEFAULT_LIMIT,
+    deadline: float = DEFAULT_DEADLINE_SECONDS,
 ) -> SqlResult:
     """Run one statement that may change ``settings`` and delete from ``requests`` and
     ``evictions``; the rows it returns, or one row with the number of rows affected.
 
     Each transaction holds ``writer.lock``, for at most half a second. A plain DELETE of history
-    takes as many as it needs; every other statement is one, and all or nothing.
+    chooses its rows before, within ``deadline`` seconds, and deletes them in as many transactions
+    as it needs; every other statement is one, and all or nothing.
     Raises QueryError for what is wrong, forbidden or too long, UsageError for a bad setting.
     """
-    check_limits(sql, limit, MAX_WRITE_SECONDS)
+    check_limits(sql, limit, deadline)
     plain = PLAIN_DELETE.fullmatch(sql)
     if plain is None:
         return _transaction(database, sql, params, limit)
+    _transaction(database, f"EXPLAIN {sql}", params, limit)  # is it right as it stands?
     table, condition = plain[1].lower(), plain[2] or "1"
-    # The new line ends a comment in the condition.
-    batch = (
-        f"DELETE FROM {table} WHERE id IN (SELECT id FROM {table} "  # noqa: S608 - two known names
-        f"WHERE ({condition}\n) LIMIT {ROWS_PER_TRANSACTION})"
-    )
+    try:
+        ids = _chosen(database, table, condition, params, deadline)
+    except QueryError:  # it says more than a condition, or what only one transaction can
+        return _transaction(database, sql, params, limit)
     total = 0
-    while True:
-        try:
-            count = _transaction(database, batch, params, limit).rows[0][0]
-        except QueryError:
-            if total:
-                raise
-            return _transaction(database, sql, params, limit)  # its own words about the statement
-        total += count
-        if count < ROWS_PER_TRANSACTION:
-            return SqlResult(("rows_affected",), [(total,)], capped=False)
+    batch = f"DELETE FROM {table} WHERE id IN (SELECT value FROM json_each(?))"  # noqa: S608
+    for first in range(0, len(ids), ROWS_PER_TRANSACTION):
+        some = json.dumps(ids[first : first + ROWS_PER_TRANSACTION])
+        total += _transaction(database, batch, (some,), limit).rows[0][0]
+    return SqlResult(("rows_affected",), [(total,)], capped=False)
+
+
+def _chosen(
+    database: Database, table: str, condition: str, params: Parameters, deadline: float
+) -> list[int]:
+    """Ids of the rows that a DELETE would delete."""
+    sql = f"SELECT id FROM {table} WHERE {condition}"  # noqa: S608 - one of two known names
+    with contextlib.closing(database.sandboxed()) as connection:
+        result = run_sql(connection, sql, params, limit=MOST_ROWS, deadline=deadline)
+    return [id_ for (id_,) in result.rows]
 
 
 def _transaction(database: Database, sql: str, params: Parameters, limit: int) -> SqlResult:

@@ -121,6 +121,12 @@ BAD: dict[str, tuple[str, str]] = {
     ),
     "no messages": ('{"messages": []}', "is empty"),
     "deep": ("[" * 50_000, "nested too deeply"),
+    "a deep tool": (
+        '{"messages": [{"role": "user", "content": "x"}], "tools": [%s1%s]}'
+        % ('{"a": ' * 900, "}" * 900),
+        "nested too deeply",
+    ),
+    "an empty text": ('{"prompt": ""}', "is empty"),
 }
 
 

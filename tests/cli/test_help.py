@@ -47,6 +47,15 @@ def test_a_command_and_each_of_its_options_has_help(name: str) -> None:
 README = (ROOT / "README.md").read_text("utf-8")
 
 
+def test_help_and_readme_name_every_view(run: Run, filled: Path) -> None:
+    sql = "SELECT name FROM sqlite_schema WHERE type = 'view'"
+    views = set(run("query", "--raw-lines", sql).stdout.split())
+    told = str(COMMANDS["query"].help)
+    assert len(views) >= 12
+    assert views <= set(re.findall(r"\w+", told))
+    assert views <= set(re.findall(r"`(\w+)`", README))
+
+
 @pytest.mark.parametrize("sql", re.findall(r"^kvdb query -t '(.+)'$", README, re.MULTILINE))
 def test_the_readmes_queries_work(run: Run, filled: Path, sql: str) -> None:
     assert run("query", "-t", sql).returncode == 0

@@ -108,6 +108,22 @@ def test_a_closed_pipe_ends_every_format_alike(
     assert (done.returncode, done.stderr) == (1, b"")
 
 
+def test_closed_streams_are_empty_ones(environment: dict[str, str], path: Path) -> None:
+    with kvdb.open(path, min_free_bytes=0):
+        pass
+    for verb, streams in (("query -", "<&-"), ("shell", "<&-"), ("query 'SELECT 1'", "<&- >&-")):
+        done = subprocess.run(  # noqa: S602
+            f"exec {sys.executable} -m kvdb {verb} {streams}",
+            shell=True,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.stdout == ""
+        assert done.returncode == (1 if verb == "query -" else 0), done.stderr
+        assert len(done.stderr.splitlines()) == done.returncode
+
+
 def test_other_characters(run: Run) -> None:
     assert "é" in run("query", "SELECT 'é' AS a").stdout
     assert "\\u00e9" in run("query", "SELECT 'é' AS a", "--ascii").stdout

@@ -110,6 +110,8 @@ def test_a_conversation_is_the_same_in_every_dialect(dialect: str) -> None:
 def test_plain_forms() -> None:
     assert parse_body(MESSAGES).messages == tuple(MESSAGES)
     assert parse_body({"prompt": "Once"}).text == "Once"
+    called = {"role": "assistant", "content": None, "tool_calls": []}  # as OpenAI sends it
+    assert parse_body([called]).messages == ({**called, "content": ""},)
     assert parse_body({"input": "Hi"}).messages == ({"role": "user", "content": "Hi"},)
     thinking = {"type": "thinking", "thinking": "Hm.", "signature": "x"}
     answer = {"role": "assistant", "content": [thinking, {"type": "text", "text": "Yes."}]}

@@ -176,6 +176,12 @@ PAIRS = {
         ([system(), user()], TOOLS),
         ([system(), user()], [TOOLS[1], TOOLS[0], TOOLS[2]]),
     ),
+    "tools where there were none": Pair(
+        "tools_added",
+        "system prompt",
+        ([system(), user()], None),
+        ([system(), user()], TOOLS),
+    ),
     "one tool more, before others": Pair(
         "tools_added",
         "tool 2 of 3 (weather): name",
@@ -346,11 +352,14 @@ def decoded(model: Path, tokens: Sequence[int]) -> str:
     return str(independent(model).decode(tokens, clean_up_tokenization_spaces=False))
 
 
-def test_what_a_reordering_costs(bench: Make) -> None:
+@pytest.mark.parametrize(
+    "tools", [[TOOLS[1], TOOLS[0], TOOLS[2]], [reversed_keys(tool) for tool in TOOLS]]
+)
+def test_what_a_reordering_costs(bench: Make, tools: list[Any]) -> None:
     """All but the front would have hit: what is saved is what was computed once too often."""
     made = bench()
     made.ask([system(), user()], TOOLS)
-    request = made.ask([system(), user()], [TOOLS[1], TOOLS[0], TOOLS[2]])
+    request = made.ask([system(), user()], tools)
     found = made.why(request)
     computed = found.prompt_tokens - found.hit_tokens
     assert 0.9 * computed <= found.saving_tokens <= computed
@@ -505,6 +514,10 @@ def test_evicted_by_the_limit(small: Callable[[int], Bench]) -> None:
     found = made.would([system(), user()])
     assert found.code == "evicted"
     assert "the store was full" in found.diagnosis
+    with made.store.database.write() as connection:
+        connection.execute("DELETE FROM evictions")
+    found = made.would([system(), user()])
+    assert found.diagnosis.endswith("some time ago; why is no longer known.")
 
 
 def test_a_pin_that_expired(tmp_path: Path, chat_model: Path, make_engine: Any) -> None:

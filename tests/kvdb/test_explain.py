@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from kvdb.errors import UsageError
 from kvdb.explain import Explanation, explain_request, explain_tokens, texts
-from kvdb.explain.case import RUN, Case, Neighbour, reusable
+from kvdb.explain.case import RUN, Case, Neighbour, in_common_runs
 from kvdb.explain.causes import Sides, find_cause
 from kvdb.explain.keyspaces import KeySpace
 from kvdb.identity import ModelIdentity, as_tokens
-from kvdb.segments import Segment
+from kvdb.segments import Segment, load_segments
 from kvdb.store import Store
 from tests.support import open_namespace, put_all, random_tokens
 
@@ -91,13 +91,14 @@ def test_the_path_to_a_value(path: list[str], beside: object, spaced: bool) -> N
     st.lists(st.integers(0, 5), max_size=80),
     st.lists(st.integers(0, 5), max_size=80),
 )
-def test_reusable_tokens_lie_in_long_common_runs(a: list[int], b: list[int]) -> None:
+def test_tokens_in_long_common_runs(a: list[int], b: list[int]) -> None:
     expected = set()
     runs = {tuple(b[i : i + RUN]) for i in range(len(b) - RUN + 1)}
     for i in range(len(a) - RUN + 1):
         if tuple(a[i : i + RUN]) in runs:
             expected |= set(range(i, i + RUN))
-    assert reusable(as_tokens(a), as_tokens(b)) == len(expected)
+    found = in_common_runs(as_tokens(a), as_tokens(b))
+    assert set(np.flatnonzero(found)) == expected
 
 
 def sides(prompt: str, stored: str, at: int, answer_from: int) -> Sides:
@@ -158,6 +159,20 @@ def test_without_parts_and_decoder(store: Store) -> None:
     assert any(line.startswith("Why: ") for line in found.lines())
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 50_000,
+        '[{"kind": "message", "end": 1e99}, {"kind": 5, "end": 3}, {"end": 3}, null, [], 7]',
+        '[{"kind": "message", "end": 3, "digest": ["a"]}, {"kind": "tool", "end": 3, "name": 7}]',
+        '[{"kind": "message", "end": 99999999999999999999}, {"kind": "message", "end": -1}]',
+        '[{"kind": "message", "end": 3, "index": "x"}, {"kind": "message", "end": true}]',
+    ],
+)
+def test_foreign_segments_are_left_out(text: str) -> None:
+    assert load_segments(text) == []
+
+
 def test_wrong_questions(store: Store) -> None:
     namespace = open_namespace(store)
     for tokens in ([], [-1], [1.5]):
@@ -168,5 +183,6 @@ def test_wrong_questions(store: Store) -> None:
 
 
 def test_lines_are_printable() -> None:
-    found = Explanation(3, 1, "x", "It is so.", "", 1, "tool", "a\x1b[0m»\n«", "\u202eb»c«")
+    evil = "\x1b]0;evil\x07\n"
+    found = Explanation(3, 1, "x", f"It is {evil}.", "", 1, f"tool {evil}", evil, "\u202eb»c«")
     assert all(line.isprintable() for line in found.lines())

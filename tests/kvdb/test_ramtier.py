@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvdb
-from kvdb.prefetch import Wanted, stream_blocks
+from kvdb.prefetch import Staging, Wanted, stream_blocks
 from kvdb.ramtier import NEVER, PartKey, RamTier
 from kvdb.spread import Spreader
 from kvdb.store import Store
@@ -141,7 +141,7 @@ def test_blocks_are_streamed_in_order_and_not_further_ahead_than_asked(path: Pat
         wanted = [Wanted(block, ["kv:0"]) for block in match.blocks]
         places = store.locate([block.id for block in match.blocks])
         spec = namespace.layout.by_name["kv:0"]
-        for number, read in enumerate(stream_blocks(store, wanted, places)):
+        for number, read in enumerate(stream_blocks(store, wanted, places, Staging())):
             assert read.parts is not None
             _, raw = read.parts["kv:0"]
             start = number * BLOCK

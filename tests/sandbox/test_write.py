@@ -79,8 +79,19 @@ def test_a_long_deletion_is_many_short_transactions(full: Store) -> None:
 
     full.database.write = counted  # type: ignore[method-assign]
     assert run_write(full.database, "DELETE FROM requests WHERE skip = 'none'").rows == [(2505,)]
-    assert turns == 2505 // ROWS_PER_TRANSACTION + 1
+    assert turns == 1 + 2505 // ROWS_PER_TRANSACTION + 1  # the first one only compiles it
     assert count(full) == 0
+
+
+def test_a_long_deletion_deletes_what_it_says(full: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its condition holds for the rows as they were, and is a condition."""
+    monkeypatch.setattr("kvdb.sandbox.write.ROWS_PER_TRANSACTION", 1)
+    sql = "DELETE FROM requests WHERE id < (SELECT avg(id) FROM requests)"
+    assert run_write(full.database, sql).rows == [(2,)]
+    for condition in ("id = 3) OR (1", "id = 3 UNION SELECT 4", "id = 3 LIMIT 5"):
+        with pytest.raises(QueryError):
+            run_write(full.database, f"DELETE FROM requests WHERE {condition}")
+    assert count(full) == 3
 
 
 @pytest.mark.parametrize(
