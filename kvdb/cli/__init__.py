@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import click
@@ -94,7 +95,7 @@ def _open_closed_streams() -> None:
     their number, and what is said would be written into it."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - stays
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))
 
 
 @click.command(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})
