@@ -95,7 +95,8 @@ def _open_closed_streams() -> None:
     their number, and what is said would be written into it."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))
+            stream = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - it stays open
+            setattr(sys, name, stream)
 
 
 @click.command(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})
