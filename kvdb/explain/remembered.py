@@ -35,7 +35,8 @@ SELECT sum(prefill_ms) / sum(computed_tokens + refilled_tokens) FROM (
 
 class Loss(NamedTuple):
     """``tokens`` of the prompt that were stored and are gone: why and when (Unix µs) the first of
-    their blocks went, ``forgotten`` and None where history no longer says; ``expired`` is the name whose time ended before, if one held them."""
+    their blocks went, ``forgotten`` and None where history no longer says; ``expired`` is the name
+    whose time ended before, if one held them."""
 
     reason: str
     at: int | None

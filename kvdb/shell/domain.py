@@ -193,7 +193,11 @@ def whole_number(text: str, what: str) -> int:
 
 
 def _count(arguments: list[str], otherwise: int) -> int:
-    return whole_number(arguments[0], "a number of rows") if arguments else otherwise
+    what = "a number of rows above 0"
+    count = whole_number(arguments[0], what) if arguments else otherwise
+    if not count:
+        raise ShellError(f"{arguments[0]!r} is not {what}.")
+    return count
 
 
 def _bounds(prefix: str) -> dict[str, bytes | None]:
@@ -206,7 +210,7 @@ def _bounds(prefix: str) -> dict[str, bytes | None]:
 
 def _show(session: Session, result: SqlResult, otherwise: str) -> None:
     """Rows; for people without the columns in which nothing is said."""
-    if not result.rows:
+    if not result.rows and not result.capped:
         session.say(otherwise)
         return
     if session.mode not in FOR_PEOPLE:

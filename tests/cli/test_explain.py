@@ -122,8 +122,9 @@ BAD: dict[str, tuple[str, str]] = {
     "no messages": ('{"messages": []}', "is empty"),
     "deep": ("[" * 50_000, "nested too deeply"),
     "a deep tool": (
-        '{"messages": [{"role": "user", "content": "x"}], "tools": [%s1%s]}'
-        % ('{"a": ' * 900, "}" * 900),
+        '{"messages": [{"role": "user", "content": "x"}], "tools": ['
+        + ('{"a": ' * 900 + "1" + "}" * 900)
+        + "]}",
         "nested too deeply",
     ),
     "an empty text": ('{"prompt": ""}', "is empty"),

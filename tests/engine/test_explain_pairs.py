@@ -478,7 +478,8 @@ def test_evicted_by_hand(bench: Make) -> None:
     found = made.why(made.ask([system(), user()]))
     for one in (before, found):
         assert (one.code, one.differing_token, one.hit_tokens) == ("evicted", 0, 0)
-        assert "evicted by hand" in one.diagnosis
+        assert one.diagnosis.endswith(" UTC by hand.")
+        assert "more room" not in one.advice
         assert iso(when) in one.diagnosis
         whole = len(ids(made.model, [system(), user()]))
         assert whole - BLOCK < one.saving_tokens <= whole
