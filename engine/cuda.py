@@ -1,4 +1,4 @@
-"""Host bytes into MLX's memory on an NVIDIA GPU, past the page faults.
+"""Bytes between host memory and MLX's on an NVIDIA GPU, past the page faults.
 
 MLX's arrays there are managed memory: what the host writes is moved to the device page by page when
 a kernel first touches it, at 2 to 4 GB/s. A copy by the driver into pages that are on the device
@@ -35,17 +35,19 @@ DTYPES = {
 
 
 class Uplink(NamedTuple):
-    """How host bytes reach the device: read into ``staging``, then ``upload`` makes an MLX array
-    of a contiguous host array, which may be overwritten afterwards."""
+    """How bytes reach the device and come back: read into ``staging``, then ``upload`` makes an
+    MLX array of a contiguous host array, which may be overwritten afterwards; ``download`` makes a
+    fresh host array of a flat uint8 one of MLX's."""
 
     upload: Callable[[Host], mx.array]
+    download: Callable[[mx.array], Bytes]
     staging: Staging
 
 
 def open_uplink() -> Uplink:
     """The fastest way there is: through the driver, else by MLX's own copy. Make it, and call its
-    ``upload``, on the MLX thread only."""
-    plain = Uplink(mx.array, Staging())
+    ``upload`` and ``download``, on the MLX thread only."""
+    plain = Uplink(mx.array, np.array, Staging())
     if mx.metal.is_available() or mx.default_device().type != mx.DeviceType.gpu:
         return plain
     mx.eval(mx.zeros(1))  # from here on this thread has MLX's context
@@ -54,7 +56,7 @@ def open_uplink() -> Uplink:
     except (OSError, AttributeError) as error:
         log.warning("blocks go to the device more slowly: %s", error)
         return plain
-    return Uplink(driver.upload, Staging(driver.page_locked))
+    return Uplink(driver.upload, driver.download, Staging(driver.page_locked))
 
 
 class _Driver:
@@ -63,6 +65,7 @@ class _Driver:
     def __init__(self) -> None:
         self._cuda: Any = ctypes.CDLL("libcuda.so.1")
         self._cuda.cuMemcpyHtoD_v2.argtypes = (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)
+        self._cuda.cuMemcpyDtoH_v2.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t)
         self._cuda.cuMemHostAlloc.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
         self._cuda.cuMemFreeHost.argtypes = (ctypes.c_void_p,)
         self._cuda.cuCtxSetCurrent.argtypes = (ctypes.c_void_p,)
@@ -79,6 +82,15 @@ class _Driver:
         if self._cuda.cuMemcpyHtoD_v2(target, host.ctypes.data, host.nbytes):
             return mx.array(host)
         return array
+
+    def download(self, array: mx.array) -> Bytes:
+        mx.eval(array)
+        mx.synchronize()
+        source = np.array(array, copy=False).ctypes.data
+        host = np.empty(array.size, np.uint8)
+        if self._cuda.cuMemcpyDtoH_v2(host.ctypes.data, source, host.nbytes):
+            return np.array(array)
+        return host
 
     def page_locked(self, nbytes: int) -> Bytes:
         """Host memory that the device can read directly; ordinary memory where there is no more.

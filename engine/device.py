@@ -64,7 +64,7 @@ class DeviceBuffers(Buffers):
         return read if rest is None else read + rest
 
     def live(self, caches: Sequence[Any]) -> LiveState:
-        live = LiveState(self._layout, caches)
+        live = LiveState(self._layout, caches, self._uplink.download)
         joined = [(p, _join(p, self._pieces[p.name])) for p in self._parts if self._pieces[p.name]]
         mx.eval([arrays for _, arrays in joined])
         for part, arrays in joined:

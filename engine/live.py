@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -17,12 +17,19 @@ from kvdb.layout import Layout, PartSpec
 
 class LiveState:
     """``caches`` go into the model, those of ``seat``; only this class moves them. Without a layout
-    (their class has no kind) they can neither be placed nor cut.
+    (their class has no kind) they can neither be placed nor cut. ``download`` brings a flat uint8
+    array from a device without shared host memory.
 
     All methods run on the MLX thread. Cuts wait for pending work and never alias live state.
     """
 
-    def __init__(self, layout: Layout | None, caches: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        layout: Layout | None,
+        caches: Sequence[Any],
+        download: Callable[[mx.array], Bytes] = np.array,
+    ) -> None:
+        self._download = download
         self.seat = Seat(caches, 0)
         self.parts = () if layout is None else layout.parts
         self._layers = () if layout is None else layout.layers
@@ -164,4 +171,4 @@ class LiveState:
                 else self._slices(leaves[layer], layer, start, end)
             )
         ]
-        return np.array(mx.concatenate(pieces))
+        return self._download(mx.concatenate(pieces))

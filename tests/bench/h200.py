@@ -1,7 +1,7 @@
 """What restoring saves on a GPU of its own memory (made for an NVIDIA H200 with MLX CUDA): a random
 bf16 model of Llama-8B's shape and a prompt of 16 K tokens.
 
-    python -m tests.bench.h200 [--tokens 16384] [--rounds 5] [--folder DIR] [--tiny]
+    python -m tests.bench.h200 [--tokens 16384] [--rounds 5] [--folder DIR] [--plain] [--tiny]
 
 Prints one JSON object: milliseconds (median and worst of the rounds) and ratios to the cold prefill
 of the same run, with the spread of the prefill against itself. Shards are in the page cache. A
@@ -336,7 +336,7 @@ def run(bench: Bench) -> None:
             views(bench, engine)
     # MLX's CUDA kernels have no quantised product for most lengths: whole steps, then one token.
     bench.prompt = [*bench.prompt, 1]
-    for bits in (8, 4):
+    for bits in () if options.plain else (8, 4):
         with bench.section(f"{bits} bits"):
             model_options = ModelOptions(kv_bits=bits, kv_group_size=64)
             with Engine(
@@ -360,6 +360,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--ahead", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where the store is made and removed")
+    parser.add_argument("--plain", action="store_true", help="without quantised caches")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     if options.tiny:
