@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import threading
@@ -18,7 +17,6 @@ import numpy.typing as npt
 
 from kvdb import holding, index, recovery, retention
 from kvdb.backup import MAX_AGE_SECONDS, refresh_backup
-from kvdb.builds import Build, find_or_add_build, set_verdict
 from kvdb.check.verify import VerifyReport, verify_store
 from kvdb.clock import Environment
 from kvdb.compaction import Compactor
@@ -30,26 +28,22 @@ from kvdb.errors import (
     OutOfSpace,
     StoreClosed,
     StoreLocked,
-    StoreMissing,
     StoreReadOnly,
     StoreUnavailable,
     UsageError,
 )
 from kvdb.history import RequestRecord, insert_request
 from kvdb.identity import (
-    DEFAULT_BLOCK_TOKENS,
     ExtraKey,
-    ModelIdentity,
     Tokens,
     as_tokens,
     chain_hashes,
-    namespace_fingerprint,
 )
 from kvdb.info import StoreInfo, collect_info
-from kvdb.layout import Layout
 from kvdb.limit import Limit
 from kvdb.locks import FileLock, WriterLock
 from kvdb.match import Match, Namespace, PartRef, find_match
+from kvdb.namespaces import Namespaces
 from kvdb.ramtier import RamTier
 from kvdb.reader import Bytes, Damaged, Location, PartBuffers, ShardReader
 from kvdb.restore import ReadResult, Want, preload_match, read_cached, read_match, read_wants
@@ -66,7 +60,7 @@ log = logging.getLogger("kvdb.store")
 TokenIds = Items[int] | npt.NDArray[np.integer]
 
 
-class Store(Upkeep):
+class Store(Namespaces, Upkeep):
     """An open store. Make one with :func:`kvdb.open`; safe to use from several threads.
 
     Everything it returns is a value; what is stored changes only through it. A store opened for
@@ -179,86 +173,6 @@ class Store(Upkeep):
         self._require_writer()
 
     # -- namespaces and builds ---------------------------------------------------------------
-
-    def namespace(
-        self,
-        identity: ModelIdentity,
-        layout: Layout,
-        *,
-        model: str = "",
-        block_tokens: int = DEFAULT_BLOCK_TOKENS,
-        salt: bytes = b"",
-        build: str | None = None,
-        tenant: str = "",
-    ) -> Namespace:
-        """The key space of a model with a cache layout; made when it is new.
-
-        ``model`` is a name for people and takes no part in identity; ``tenant`` is whose quota it
-        counts in. On a read-only store a new
-        namespace raises StoreMissing. Raises UsageError for a bad ``block_tokens``.
-        """
-        fingerprint = namespace_fingerprint(identity, layout, block_tokens, salt, build)
-        record = NamespaceRecord(fingerprint, model, identity, layout, block_tokens, salt, build)
-        id_: int | None
-        if self.read_only:
-            id_ = self._find_namespace(fingerprint)
-            if id_ is None:
-                raise StoreMissing("The store holds nothing of this model and layout.")
-        else:
-            try:
-                with self.database.write() as connection:
-                    id_ = index.ensure_namespace(
-                        connection, record, self.environment.now_us(), tenant
-                    )
-            except (StoreLocked, OutOfSpace, StoreUnavailable, StoreReadOnly):
-                # It cannot be written now: a key space that is there can still be read.
-                id_ = self._find_namespace(fingerprint)
-                if id_ is None:
-                    raise
-        self._records[id_] = record
-        return Namespace(id_, fingerprint, model, layout, block_tokens)
-
-    def _find_namespace(self, fingerprint: bytes) -> int | None:
-        with self.database.read() as connection:
-            row = connection.execute(index.FIND_NAMESPACE, (fingerprint,)).fetchone()
-        return None if row is None else int(row[0])
-
-    def namespaces(self) -> list[Namespace]:
-        """All namespaces of the store."""
-        with self.database.read() as connection:
-            rows = connection.execute(
-                "SELECT id, fingerprint, model, layout, block_tokens FROM namespaces ORDER BY id"
-            ).fetchall()
-        return [Namespace(i, f, m, Layout.from_json(la), b) for i, f, m, la, b in rows]
-
-    def _record(self, namespace: Namespace) -> NamespaceRecord:
-        record = self._records.get(namespace.id)
-        if record is None:
-            with self.database.read() as connection:
-                record = index.namespace_record(connection, namespace.id)
-            self._records[namespace.id] = record
-        if record.fingerprint != namespace.fingerprint:
-            raise UsageError("The namespace belongs to another store.")
-        return record
-
-    def build(self, namespace: Namespace, digest: str, description: Mapping[str, Any]) -> Build:
-        """The row of a build (code and hardware) in a namespace; the first build of an empty
-        namespace is compatible at once, any other starts unchecked."""
-        with self.database.write() as connection:
-            build = find_or_add_build(
-                connection,
-                namespace.id,
-                digest,
-                json.dumps(dict(description), sort_keys=True),
-                self.environment.now_us(),
-            )
-        self._builds[build.id] = digest
-        return build
-
-    def set_verdict(self, build: Build, compatible: bool, difference: float) -> Build:
-        """Remember what the one-block check of a build measured (max relative difference)."""
-        with self.database.write() as connection:
-            return set_verdict(connection, build, compatible, difference)
 
     # -- look up and read --------------------------------------------------------------------
 
