@@ -6,6 +6,7 @@ from engine.engine import Engine, EngineClosed
 from engine.events import (
     End,
     Event,
+    Load,
     Message,
     Progress,
     Request,
@@ -14,7 +15,8 @@ from engine.events import (
     Token,
 )
 from engine.models import ModelOptions
-from engine.options import EngineOptions
+from engine.options import EngineOptions, TenantLimits
+from engine.pool import ModelBusy, Pool, PooledModel, PoolOptions
 
 __all__ = [
     "End",
@@ -22,11 +24,17 @@ __all__ = [
     "EngineClosed",
     "EngineOptions",
     "Event",
+    "Load",
     "Message",
+    "ModelBusy",
     "ModelOptions",
+    "Pool",
+    "PoolOptions",
+    "PooledModel",
     "Progress",
     "Request",
     "Sampling",
     "Stats",
+    "TenantLimits",
     "Token",
 ]

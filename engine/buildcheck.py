@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -12,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from engine import mlxlm
-from engine.cachekinds import cut
+from engine.live import LiveState
 from engine.prefill import Prefill
-from engine.restore import Buffers, capacity_for
 from engine.storage import Storage
-from kvdb.errors import KvdbError, StoreReadOnly
+from kvdb.errors import StoreReadOnly
 from kvdb.identity import ModelIdentity, Tokens, as_tokens, canonical_json
 from kvdb.layout import Layout, TensorSpec
 
@@ -31,14 +30,16 @@ FLOAT32_TOLERANCE = 1e-3
 HALF_TOLERANCE = 5e-2
 ATTEMPTS = 3
 
-# The live block nearest to a root, and the tokens from the root to it.
+# The live block nearest to a root, one with a recurrent state if there are such, and the tokens
+# from the root to it.
 SHALLOWEST_CHAIN = """
 WITH RECURSIVE chain (id, parent_id, depth) AS (
     SELECT id, parent_id, depth FROM (
         SELECT b.id, b.parent_id, b.depth
         FROM blocks AS b JOIN block_tokens AS t ON t.block_id = b.id
         WHERE b.namespace_id = ? AND b.state = 'live' AND length(t.extra) <= 4
-        ORDER BY b.depth, b.token_count DESC, b.id LIMIT 1)
+        ORDER BY NOT EXISTS (SELECT 1 FROM parts WHERE block_id = b.id
+            AND part >= 'state:' AND part < 'state;'), b.depth, b.token_count DESC, b.id LIMIT 1)
     UNION ALL
     SELECT b.id, b.parent_id, b.depth FROM chain JOIN blocks AS b ON b.id = chain.parent_id
 )
@@ -124,10 +125,10 @@ def _measure(
         match = store.match(namespace, tokens, share_tail=False)
         if not match.blocks or not match.blocks[-1].live:
             continue
-        stored = _stored(store, match, caches)
+        stored = _stored(store, match)
         if stored is None:  # damaged, and dropped by now: the next one
             continue
-        computed = _computed(tokens, match, namespace, model, caches)
+        computed = _computed(tokens, match, stored, model, caches())
         return _difference(namespace.layout, stored, computed, match.blocks[-1].token_count)
     return float("inf")
 
@@ -135,38 +136,44 @@ def _measure(
 Parts = Mapping[str, npt.NDArray[np.uint8]]
 
 
-def _stored(store: Store, match: Match, caches: Callable[[], list[Any]]) -> Parts | None:
+def _stored(store: Store, match: Match) -> Parts | None:
+    """What is stored of the last block's state; None when its required parts cannot be read."""
     block = match.blocks[-1]
-    buffers = Buffers(match.namespace.layout, capacity_for(block.end, 1))
-    try:
-        if store.read(match, buffers.into, blocks=[block.index], shared=False).bad:
+    parts: dict[str, npt.NDArray[np.uint8]] = {}
+    for part in match.namespace.layout.parts:
+        if part.kind == "logits" or part.name not in block.parts:
+            continue
+        raw = store.read_part(block.parts[part.name])
+        if raw is not None:
+            parts[part.name] = raw
+        elif part.required:
             return None
-    except KvdbError:
-        return None
-    live = buffers.caches(caches(), block.end)
-    return cut(live, match.namespace.layout, block.start, block.end)
+    return parts
 
 
 def _computed(
     tokens: Tokens,
     match: Match,
-    namespace: Namespace,
+    names: Collection[str],
     model: mlxlm.CountingModel,
-    caches: Callable[[], list[Any]],
+    caches: list[Any],
 ) -> Parts:
-    live = caches()
-    size = namespace.block_tokens
-    prefill = Prefill(model, live, tokens, size, True, lambda: False)
+    namespace, block = match.namespace, match.blocks[-1]
+    live = LiveState(namespace.layout, caches)
+    prefill = Prefill(model, live, tokens, namespace.block_tokens, True)
     for _ in prefill.run(0, len(tokens)):
         pass
-    block = match.blocks[-1]
-    return cut(live, namespace.layout, block.start, block.end)
+    return {
+        part.name: live.cut(part, block.start, block.end)
+        for part in namespace.layout.parts
+        if part.name in names and not part.is_mark
+    }
 
 
 def _difference(layout: Layout, stored: Parts, computed: Parts, tokens: int) -> float:
     worst = 0.0
     for part in layout.parts:
-        if part.kind != "kv":
+        if part.name not in computed:
             continue
         layer = layout.layers[part.layers[0]]
         bits = dict(layer.attributes).get("bits")

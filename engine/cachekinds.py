@@ -9,10 +9,18 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 
 from engine import mlxlm
-from kvdb.layout import LayerSpec, Layout, TensorSpec
+from engine.plan import Needs
+from kvdb.layout import TOKEN_MARK, LayerSpec, Layout, PartKind, TensorSpec
 
 Bytes = npt.NDArray[np.uint8]
 Attributes = tuple[tuple[str, str | int | float | bool | None], ...]
@@ -28,122 +36,131 @@ MLX_DTYPES: Mapping[str, mx.Dtype] = {name: dtype for dtype, name in DTYPES.item
 TOKEN_AXIS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class CacheKind:
-    """How one cache class is cut and built: its tensors all have their tokens on axis 2.
-
-    ``tensors`` gives the live, over-allocated buffers; ``build`` makes a cache around buffers,
-    with its other settings taken from an empty template of the same class.
-    """
-
-    tensors: Callable[[Any], Sequence[tuple[str, mx.array]]]
-    build: Callable[[Sequence[mx.array], Any], Any]
-    attributes: Callable[[Any], Attributes]
-
-
-KINDS: Mapping[type, CacheKind] = {
-    KVCache: CacheKind(mlxlm.kv_tensors, mlxlm.build_kv, lambda cache: ()),
-    QuantizedKVCache: CacheKind(
-        mlxlm.quantized_tensors,
-        mlxlm.build_quantized,
-        lambda cache: (("bits", cache.bits), ("group_size", cache.group_size)),
-    ),
-}
-
-
 class NotStorable(Exception):
     """The state of this model cannot be cut into blocks; the message says why. Internal."""
 
 
-def derive_layout(model: mlxlm.CountingModel, caches: Sequence[Any]) -> Layout:
-    """The layout of ``caches`` (empty ones, which this uses up), without computing anything.
+@dataclass(frozen=True, slots=True)
+class CacheKind:
+    """How one cache class is cut and filled.
 
-    One forward is built but never evaluated: shapes and dtypes are known before values are.
-    Raises NotStorable for a cache class without a kind, or for shapes that are not per token.
+    ``arrays`` are its live buffers by name. ``spans`` says where in them, on axis 2, given tokens
+    lie. ``load`` fills an empty cache up to a token; the arrays of a class with a ``window`` hold
+    just the last tokens before it, those of a state all there is. Buffers of a ``seekable`` class
+    may hold valid tokens behind its end. ``attributes`` tells equal shapes of other meaning apart.
     """
-    for cache in caches:
-        if type(cache) not in KINDS:
-            raise NotStorable(f"no way is known to cut a {type(cache).__name__}")
-    logits = _unevaluated(model, caches)
-    layers = list(getattr(model.model, "layers", ()))
-    specs = []
-    for index, cache in enumerate(caches):
-        kind = KINDS[type(cache)]
-        rope = mlxlm.rope_attributes(layers[index]) if len(layers) == len(caches) else ()
-        tensors = tuple(_spec(name, array) for name, array in kind.tensors(cache))
-        specs.append(
-            LayerSpec(type(cache).__name__, tensors, "kv", True, kind.attributes(cache) + rope)
-        )
-    return Layout(tuple(specs), TensorSpec("logits", _dtype(logits), (logits.shape[-1],), None))
+
+    arrays: Callable[[Any], Sequence[tuple[str, mx.array]]]
+    load: Callable[[Any, Sequence[mx.array], int], None]
+    spans: Callable[[Any, int, int], list[slice]] = mlxlm.plain_spans
+    part: PartKind = "kv"
+    seekable: bool = True
+    attributes: Callable[[Any], Attributes] = lambda cache: ()
 
 
-def vocabulary_size(model: mlxlm.CountingModel, caches: Sequence[Any]) -> int:
-    """How many logits the model gives, without computing any; uses ``caches`` up."""
-    return int(_unevaluated(model, caches).shape[-1])
+def _window(cache: RotatingKVCache) -> Attributes:
+    if cache.keep:
+        # The first tokens stay and others go: what is held then depends on more than the prefix.
+        raise NotStorable("a RotatingKVCache that keeps its first tokens")
+    return (("window", int(cache.max_size)),)
 
 
-def _unevaluated(model: mlxlm.CountingModel, caches: Sequence[Any]) -> mx.array:
+# Also the allow-list of classes: what is not here is neither cut nor made.
+KINDS: Mapping[type, CacheKind] = {
+    KVCache: CacheKind(mlxlm.kv_arrays, mlxlm.load_kv),
+    ConcatenateKVCache: CacheKind(mlxlm.kv_arrays, mlxlm.load_concatenate, seekable=False),
+    QuantizedKVCache: CacheKind(
+        mlxlm.quantized_arrays,
+        mlxlm.load_quantized,
+        attributes=lambda cache: (("bits", cache.bits), ("group_size", cache.group_size)),
+    ),
+    RotatingKVCache: CacheKind(
+        mlxlm.kv_arrays, mlxlm.load_rotating, mlxlm.rotating_spans, attributes=_window
+    ),
+    # A token sees no chunk but its own, and never further than a chunk's length.
+    ChunkedKVCache: CacheKind(
+        mlxlm.kv_arrays,
+        mlxlm.load_chunked,
+        mlxlm.chunked_spans,
+        attributes=lambda cache: (("window", int(cache.chunk_size)),),
+    ),
+    ArraysCache: CacheKind(mlxlm.state_arrays, mlxlm.load_state, part="state"),
+}
+
+
+def kind_of(cache: Any) -> CacheKind:
+    """The kind of a cache that is not composite; NotStorable if there is none."""
+    kind = KINDS.get(type(cache))
+    if kind is None:
+        raise NotStorable(f"no way is known to cut a {type(cache).__name__}")
+    return kind
+
+
+def derive_layout(
+    model: mlxlm.CountingModel, new_caches: Callable[[], Sequence[Any]]
+) -> tuple[Layout | None, NotStorable | None, int]:
+    """The layout of a model's caches, or why it has none, and how many logits it gives.
+
+    Forwards of one and of two tokens are built but never evaluated: shapes and dtypes are known
+    before values are, and what changes between the two is the token axis.
+    """
+    caches = new_caches()
+    logits = _unevaluated(model, caches, 1)
+    vocabulary = int(logits.shape[-1])
+    try:
+        one = _layers(model, caches)
+        other = new_caches()
+        _unevaluated(model, other, 2)
+        if _layers(model, other) != one:
+            raise NotStorable("the shape of its state changes with the number of tokens")
+        layers = one if any(_is_full(layer) for layer in one) else (*one, TOKEN_MARK)
+        spec = TensorSpec("logits", _dtype(logits), (vocabulary,), None)
+        return Layout(layers, spec), None, vocabulary
+    except NotStorable as reason:
+        return None, reason, vocabulary
+
+
+def needs(layout: Layout) -> Needs:
+    """What a plan must know of a layout."""
+    return Needs(tuple(layout.windows.items()), layout.states)
+
+
+def _is_full(layer: LayerSpec) -> bool:
+    return layer.part_kind == "kv" and layer.window is None
+
+
+def _layers(model: mlxlm.CountingModel, caches: Sequence[Any]) -> tuple[LayerSpec, ...]:
+    blocks = list(getattr(model.model, "layers", ()))
+    specs: list[LayerSpec] = []
+    for owner, cache in zip(mlxlm.owners(caches), mlxlm.leaves(caches), strict=True):
+        kind = kind_of(cache)
+        tensors = tuple(_spec(kind, name, array) for name, array in kind.arrays(cache))
+        attributes = kind.attributes(cache)
+        if kind.part == "kv" and len(blocks) == len(caches):
+            attributes += mlxlm.rope_attributes(blocks[owner])
+        layer = LayerSpec(type(cache).__name__, tensors, kind.part, True, attributes)
+        if not _is_full(layer):
+            layer = LayerSpec(layer.kind, tensors, kind.part, False, attributes)
+        specs.append(layer)
+    if not specs:
+        raise NotStorable("it has no caches")
+    return tuple(specs)
+
+
+def _unevaluated(model: mlxlm.CountingModel, caches: Sequence[Any], tokens: int) -> mx.array:
     before = model.forwarded
-    logits = model(mx.zeros((1, 1), dtype=mx.uint32), caches)
+    logits = model(mx.zeros((1, tokens), dtype=mx.uint32), caches)
     model.forwarded = before
     return logits
 
 
-def numpy_view(array: mx.array) -> npt.NDArray[Any]:
-    """A numpy view of an evaluated array that shares its memory, bfloat16 as its bits.
-
-    Drop it before the next forward: while it lives MLX copies the buffer instead of reusing it.
-    """
-    if array.dtype == mx.bfloat16:
-        array = array.view(mx.uint16)
-    return np.array(array, copy=False)
-
-
-def cut(caches: Sequence[Any], layout: Layout, start: int, end: int) -> dict[str, Bytes]:
-    """The bytes of tokens ``start`` to ``end`` of every kv part, each one contiguous fresh array.
-
-    The copies never alias live state. Waits for pending work on ``caches``.
-    """
-    copy = _cut_host if mlxlm.host_memory() else _cut_device
-    return {
-        part.name: copy(caches, part.layers, part.tensors, start, end)
-        for part in layout.parts
-        if part.kind == "kv"
-    }
-
-
-def _cut_host(
-    caches: Sequence[Any], layers: Sequence[int], specs: Sequence[TensorSpec], start: int, end: int
-) -> Bytes:
-    count = end - start
-    out = np.empty(len(layers) * sum(spec.nbytes(count) for spec in specs), np.uint8)
-    at = 0
-    for layer in layers:
-        cache = caches[layer]
-        tensors = KINDS[type(cache)].tensors(cache)
-        for spec, (_, array) in zip(specs, tensors, strict=True):
-            nbytes = spec.nbytes(count)
-            target = out[at : at + nbytes].view(spec.numpy_dtype).reshape(spec.full_shape(count))
-            np.copyto(target, numpy_view(array)[:, :, start:end])
-            at += nbytes
-    return out
-
-
-def _cut_device(
-    caches: Sequence[Any], layers: Sequence[int], specs: Sequence[TensorSpec], start: int, end: int
-) -> Bytes:
-    """One transfer for all layers: they are joined on the device first."""
-    pieces = [
-        mx.contiguous(array[:, :, start:end]).view(mx.uint8).reshape(-1)
-        for layer in layers
-        for _, array in KINDS[type(caches[layer])].tensors(caches[layer])
-    ]
-    return np.array(mx.concatenate(pieces))
-
-
-def _spec(name: str, array: mx.array | None) -> TensorSpec:
+def _spec(kind: CacheKind, name: str, array: mx.array | None) -> TensorSpec:
     if array is None:
         raise NotStorable(f"a layer leaves its {name} empty")
+    if kind.part == "state":
+        if array.ndim < 1 or array.shape[0] != 1:
+            raise NotStorable(f"{name} has the shape {tuple(array.shape)}")
+        return TensorSpec(name, _dtype(array), tuple(array.shape), None)
     if array.ndim != 4 or array.shape[0] != 1:
         raise NotStorable(f"{name} has the shape {tuple(array.shape)}")
     shape = tuple(size for axis, size in enumerate(array.shape) if axis != TOKEN_AXIS)
@@ -154,3 +171,13 @@ def _dtype(array: mx.array) -> str:
     if array.dtype not in DTYPES:
         raise NotStorable(f"the dtype {array.dtype} has no stored form")
     return DTYPES[array.dtype]
+
+
+def numpy_view(array: mx.array) -> npt.NDArray[Any]:
+    """A numpy view of an evaluated array that shares its memory, bfloat16 as its bits.
+
+    Drop it before the next forward: while it lives MLX copies the buffer instead of reusing it.
+    """
+    if array.dtype == mx.bfloat16:
+        array = array.view(mx.uint16)
+    return np.array(array, copy=False)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -13,27 +15,37 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine import blas
-from engine.events import End, Event, Request
+from engine.events import End, Event, Load, Request
 from engine.models import ModelOptions
 from engine.options import EngineOptions
 from kvdb.errors import KvdbError
 
 if TYPE_CHECKING:
+    from engine.guard import Guard
+    from engine.scheduler import Scheduler
     from engine.worker import Worker
     from kvdb.store import Store
 
 T = TypeVar("T")
+# While all requests wait for the disk, the thread looks this often for what is new.
+POLL_SECONDS = 0.002
 
 
 class EngineClosed(KvdbError):
     """The engine was closed before it could answer."""
 
 
-@dataclass(frozen=True, slots=True)
 class _Job:
-    request: Request
-    events: queue.SimpleQueue[Event | BaseException] = field(default_factory=queue.SimpleQueue)
-    cancelled: threading.Event = field(default_factory=threading.Event)
+    """A request on its way through the engine: what the scheduler knows of its client."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.arrived = time.monotonic()
+        self.events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        self.cancelled = False
+
+    def put(self, item: Event | BaseException) -> None:
+        self.events.put(item)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +55,27 @@ class _Call:
 
 
 class _Inbox:
-    """What waits for the MLX thread, in order of arrival; once closed it takes nothing more."""
+    """What is new for the MLX thread, in order of arrival; once closed it takes nothing more."""
 
     def __init__(self) -> None:
         self.closed = threading.Event()
         self._queue: queue.SimpleQueue[_Job | _Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
 
-    def put(self, job: _Job | _Call) -> None:
-        with self._lock:  # else a job could slip in behind the end mark and wait for ever
+    def put(self, item: _Job | _Call) -> None:
+        with self._lock:  # else one could slip in behind the end mark and wait for ever
             if self.closed.is_set():
                 raise EngineClosed("The engine is closed.")
-            self._queue.put(job)
+            self._queue.put(item)
 
-    def get(self) -> _Job | _Call | None:
-        return self._queue.get()
+    def take(self, timeout: float | None) -> Iterator[_Job | _Call]:
+        """All that is there, after waiting for the first of it up to ``timeout`` seconds (None:
+        as long as it takes, or until it is closed)."""
+        with contextlib.suppress(queue.Empty):
+            item = self._queue.get(timeout != 0, timeout)
+            while item is not None:
+                yield item
+                item = self._queue.get_nowait()
 
     def close(self) -> None:
         with self._lock:
@@ -69,8 +87,8 @@ class _Inbox:
 class Engine:
     """A model that answers requests with state from ``store`` (None: without any).
 
-    The store stays the caller's, who closes it after the engine. One request runs at a time, in
-    the order of arrival. Safe to use from several threads.
+    The store stays the caller's, who closes it after the engine. Requests run side by side, as
+    ``options`` say. Safe to use from several threads.
     """
 
     def __init__(
@@ -80,22 +98,30 @@ class Engine:
         *,
         model_options: ModelOptions | None = None,
         options: EngineOptions | None = None,
+        guard: Guard | None = None,
     ) -> None:
-        """Load ``model``: a folder, a hub id or a built-in name. Raises ModelError or UsageError;
-        a store that cannot be used is logged and left out."""
+        """Load ``model``: a folder, a hub id or a built-in name. Engines of one process share a
+        ``guard``; without one ``options.max_memory`` holds for this engine alone.
+
+        Raises ModelError or UsageError; a store that cannot be used is logged and left out."""
         self.model = model
         self._inbox = _Inbox()
+        settings = options or EngineOptions()
 
-        def make(loaded: blas.Blas) -> Worker:
+        def make(loaded: blas.Blas) -> Scheduler:
+            from engine.scheduler import Scheduler
             from engine.worker import Worker
 
-            return Worker(
-                store, model, model_options or ModelOptions(), options or EngineOptions(), loaded
-            )
+            worker = Worker(store, model, model_options or ModelOptions(), settings, loaded, guard)
+            return Scheduler(worker, settings)
 
+        self._state = _State()
         ready: Future[None] = Future()
         thread = threading.Thread(
-            target=_serve, name="kvdb-mlx", daemon=True, args=(self._inbox, ready, make)
+            target=_serve,
+            name="kvdb-mlx",
+            daemon=True,
+            args=(self._inbox, self._state, ready, make),
         )
         thread.start()
         # Also when a program ends without close: MLX aborts it while a thread's stream is left.
@@ -105,20 +131,30 @@ class Engine:
         except BaseException:  # interrupted too: the thread must not outlive what it was given
             self._stop()
             raise
+        if store is not None and options is not None and options.warm:
+            from engine.sequences import warm_up
+
+            warm_up(self, store, options.warm)
 
     def generate(self, request: Request) -> Iterator[Event]:
-        """The events of a request: Progress while the prompt is prepared, Tokens, one End.
+        """The events of a request: Progress while the prompt is prepared, then Tokens and one End
+        for each of its ``n`` answers.
 
-        Work begins now. Closing the iterator cancels the request between two steps; what was
-        computed by then is stored. Raises PromptError or UsageError from the first ``next``, and
-        EngineClosed when the engine ends first.
+        Work begins when it is this request's turn. Closing the iterator cancels it between two
+        steps; what was computed by then is stored. Raises PromptError, UsageError or QuotaExceeded
+        from the first ``next``, EngineClosed when the engine ends first, and whatever MLX raises
+        for this request alone, as when it lacks memory.
         """
         job = _Job(request)
         self._inbox.put(job)
         return _Events(job)
 
+    def load(self) -> Load:
+        """What the engine had to do after its last step, and the memory it took."""
+        return self._state.load
+
     def call(self, action: Callable[[Worker], T]) -> T:
-        """Run ``action`` with the worker on the MLX thread, between requests, and return its
+        """Run ``action`` with the worker on the MLX thread, between two steps, and return its
         result. No MLX array may leave it."""
         call = _Call(action)
         self._inbox.put(call)
@@ -141,31 +177,67 @@ class Engine:
         self.close()
 
 
+@dataclass(slots=True)
+class _State:
+    """What the MLX thread lets others see."""
+
+    load: Load = field(default_factory=Load)
+
+
 def _stop(inbox: _Inbox, thread: threading.Thread) -> None:
     inbox.close()
     if thread is not threading.current_thread():
         thread.join()
 
 
-def _serve(inbox: _Inbox, ready: Future[None], make: Callable[[blas.Blas], Worker]) -> None:
-    """The MLX thread: load, then answer in order until the inbox is closed and empty."""
+def _serve(
+    inbox: _Inbox,
+    state: _State,
+    ready: Future[None],
+    make: Callable[[blas.Blas], Scheduler],
+) -> None:
+    """The MLX thread: load, then take turns until the inbox is closed."""
     try:
         try:
-            worker = make(blas.preload())  # BLAS before anything imports mlx.core
+            scheduler = make(blas.preload())  # BLAS before anything imports mlx.core
         except BaseException as error:  # it belongs to the caller, who is waiting for it
             ready.set_exception(error)
             return
         ready.set_result(None)
-        while (job := inbox.get()) is not None:
-            if isinstance(job, _Call):
-                _answer(job, worker)
-            else:
-                _run(job, worker, inbox.closed)
+        _take_turns(inbox, state, scheduler)
     finally:
         if "mlx.core" in sys.modules:
             from engine.mlxlm import release_thread
 
             release_thread()
+
+
+def _take_turns(inbox: _Inbox, state: _State, scheduler: Scheduler) -> None:
+    went_on = False
+    error: BaseException = EngineClosed("The engine was closed.")
+    try:
+        while not inbox.closed.is_set():
+            timeout = None if scheduler.idle else 0 if went_on else POLL_SECONDS
+            for item in inbox.take(timeout):
+                if isinstance(item, _Job):
+                    scheduler.add(item)
+                else:
+                    _answer(item, scheduler.worker)
+            if not inbox.closed.is_set():
+                went_on = scheduler.turn()
+                state.load = scheduler.load
+    except BaseException as defect:
+        error = defect
+        raise
+    finally:  # after a defect, too: nobody may wait for ever
+        inbox.close()
+        scheduler.close(error)
+        state.load = scheduler.load
+        for item in inbox.take(0):
+            if isinstance(item, _Job):
+                item.put(error)
+            else:
+                _answer(item, scheduler.worker)
 
 
 def _answer(call: _Call, worker: Worker) -> None:
@@ -175,38 +247,28 @@ def _answer(call: _Call, worker: Worker) -> None:
         call.result.set_exception(error)
 
 
-def _run(job: _Job, worker: Worker, closed: threading.Event) -> None:
-    if closed.is_set():
-        job.events.put(EngineClosed("The engine was closed."))
-        return
-    try:
-        for event in worker.run(job.request, lambda: job.cancelled.is_set() or closed.is_set()):
-            job.events.put(event)
-    except BaseException as error:  # it belongs to the caller, who is waiting for it
-        job.events.put(error)
-
-
 class _Events(Iterator[Event]):
     """A request's events as they come. Closing or dropping it cancels the request, begun or not."""
 
     def __init__(self, job: _Job) -> None:
         self._job = job
-        self._ended = False
+        self._open = job.request.n
 
     def __next__(self) -> Event:
-        if self._ended:
+        if not self._open:
             raise StopIteration
         item = self._job.events.get()
         if isinstance(item, BaseException):
-            self._ended = True
+            self._open = 0
             raise item
-        self._ended = isinstance(item, End)
+        if isinstance(item, End):
+            self._open -= 1
         return item
 
     def close(self) -> None:
         """Cancel the request between two steps; no more events come."""
-        self._ended = True
-        self._job.cancelled.set()
+        self._open = 0
+        self._job.cancelled = True
 
     def __del__(self) -> None:
-        self._job.cancelled.set()
+        self._job.cancelled = True

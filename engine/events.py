@@ -10,8 +10,10 @@ from kvdb.errors import UsageError
 
 Reuse = Literal["max", "exact"]
 Skip = Literal["full", "refill", "partial", "approximate", "none"]
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "deadline"]
+Priority = Literal["interactive", "batch"]
 Message = Mapping[str, Any]
+MAX_ANSWERS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,14 @@ class Request:
     that end it besides the model's own, which ``ignore_eos`` switches off. ``logprobs`` is how
     many most likely tokens to report beside the chosen one, None for none of it. ``reuse`` is
     ``max`` (state equal up to rounding) or ``exact`` (the bits of a cold exact run); ``read`` and
-    ``store`` say whether stored state is used, and whether new state is kept.
+    ``store`` say whether stored state is used, and whether new state is kept. ``boundaries`` are
+    numbers of tokens after which another request may go on differently, as after the last message
+    before the answer: recurrent layers keep a state there.
+
+    ``salt`` gives it a key space of its own. ``ttl_seconds`` holds its state in the store for that
+    long, as far as its tenant may hold more. ``priority`` batch waits for interactive ones, and
+    ``deadline_ms`` after it was handed in it ends, whatever it has by then. ``n`` answers come
+    from one prompt: their tokens and ends carry an index.
     """
 
     text: str | None = None
@@ -72,8 +81,14 @@ class Request:
     reuse: Reuse = "max"
     read: bool = True
     store: bool = True
+    boundaries: tuple[int, ...] = ()
     tenant: str = ""
     client: str = ""
+    salt: bytes = b""
+    ttl_seconds: float | None = None
+    priority: Priority = "interactive"
+    deadline_ms: float | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
         given = sum(value is not None for value in (self.text, self.messages, self.tokens))
@@ -87,6 +102,16 @@ class Request:
             raise UsageError(f"reuse must be 'max' or 'exact', not {self.reuse!r}.")
         if self.logprobs is not None and self.logprobs < 0:
             raise UsageError(f"logprobs must not be negative, not {self.logprobs}.")
+        if self.priority not in ("interactive", "batch"):
+            raise UsageError(f"priority must be 'interactive' or 'batch', not {self.priority!r}.")
+        if self.deadline_ms is not None and not self.deadline_ms > 0:
+            raise UsageError(f"deadline_ms must be above 0, not {self.deadline_ms}.")
+        if self.ttl_seconds is not None and not 0 < self.ttl_seconds < float("inf"):
+            raise UsageError(f"ttl_seconds must be above 0, not {self.ttl_seconds}.")
+        if type(self.n) is not int or not 1 <= self.n <= MAX_ANSWERS:
+            raise UsageError(f"n must be from 1 to {MAX_ANSWERS}, not {self.n!r}.")
+        if not isinstance(self.salt, bytes):
+            raise UsageError("salt must be bytes.")
         if isinstance(self.stop, str) or "" in self.stop:
             raise UsageError("stop must be a tuple of texts that are not empty.")
 
@@ -97,12 +122,16 @@ class Stats:
 
     ``forwarded_tokens`` were counted in the model call itself, ``forwarded_prompt_tokens`` of them
     before the first decode step. ``matched_tokens`` were found, whatever was then restored.
+    ``bytes_read`` came from shards, ``bytes_ram`` from the RAM tier. An answer that shares
+    another's prompt has restored it, without reading anything. ``shared_steps`` decode steps were
+    made together with other requests'; ``alone`` says why none can be, where that is so. ``held``
+    says whether the state is held for its ``ttl_seconds``.
 
     ``first_token_ms`` and ``total_ms`` are milliseconds since the engine took the request, the
     others are durations. ``load_ms`` (of the model) and the engine's part of ``warmup_ms`` (its
-    set-up, besides encoding the prompt) fall on the first request. The time to the first token is
-    ``ttft_ms``: the sum of the durations, less ``behind_ms``, in which the state behind a first
-    token sampled from stored logits was restored.
+    set-up, besides encoding the prompt) fall on the first request; ``queued_ms`` is the time until
+    it began. The time to the first token is ``ttft_ms``: the sum of the durations, less
+    ``behind_ms``, in which the state behind a first token sampled from stored logits was restored.
     """
 
     prompt_tokens: int
@@ -116,8 +145,13 @@ class Stats:
     skip: Skip = "none"
     miss_reason: str | None = None
     bytes_read: int = 0
+    bytes_ram: int = 0
+    shared_steps: int = 0
+    alone: str | None = None
+    held: bool = False
     load_ms: float = 0.0
     warmup_ms: float = 0.0
+    queued_ms: float = 0.0
     lookup_ms: float = 0.0
     restore_ms: float = 0.0
     prefill_ms: float = 0.0
@@ -131,7 +165,7 @@ class Stats:
         """Time to the first token, loading and warm-up included; None when there was none."""
         if self.first_sample_ms is None:
             return None
-        before = self.load_ms + self.warmup_ms + self.lookup_ms
+        before = self.load_ms + self.warmup_ms + self.queued_ms + self.lookup_ms
         state = self.restore_ms + self.prefill_ms - self.behind_ms
         return before + state + self.first_sample_ms
 
@@ -152,15 +186,35 @@ class Token:
     text: str
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The last event. ``text`` is what was held back until the end was certain."""
+    """The last event of an answer. ``text`` is what was held back until the end was certain."""
 
     reason: FinishReason
     text: str
     stats: Stats
+    index: int = 0
 
 
 Event = Progress | Token | End
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine has to do, and the memory that it takes.
+
+    ``running`` requests have begun, ``prefilling`` of them work on their prompts; ``paused`` ones
+    gave their place to more urgent ones, ``waiting`` ones have not begun. The others decode, in
+    ``batches``. ``padded_bytes`` of the ``state_bytes`` only make rows of batches equally long.
+    """
+
+    running: int = 0
+    prefilling: int = 0
+    paused: int = 0
+    waiting: int = 0
+    batches: int = 0
+    state_bytes: int = 0
+    padded_bytes: int = 0

@@ -1,140 +1,248 @@
-"""One request on the MLX thread: look up, plan, restore, compute, decode, store, record."""
+"""One request on the MLX thread: look up, plan, restore, compute, decode, store, record.
+
+It is a coroutine: whatever may take long it does a step at a time, and what others can share, or
+must not wait for, it asks of the scheduler (engine/turns.py).
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
-from engine import cachekinds, mlxlm
-from engine.events import End, Event, FinishReason, Progress, Request, Skip, Stats, Token
-from engine.plan import Compute, Plan, Refill, Restore, plan
-from engine.prefill import Cancelled, Prefill
-from engine.prompt.encode import encode
+from engine import mlxlm
+from engine.accounts import Accounts, since
+from engine.batch import Seat
+from engine.boundaries import NO_BOUNDARIES, boundaries
+from engine.events import End, Event, FinishReason, Progress, Request, Stats, Token
+from engine.live import LiveState
+from engine.logits import Row
+from engine.plan import Compute, Jump, Plan, Refill, plan
+from engine.prefill import Prefill
+from engine.prompt.encode import Prompt, encode
+from engine.recorder import Recorder
 from engine.restore import Buffers, capacity_for, logits_array, logits_bytes
 from engine.sampling import Choice, Chooser, top_logprobs
-from engine.storage import Recorder
 from engine.text import Output
-from kvdb.history import RequestRecord
-from kvdb.identity import as_tokens, chain_hashes
+from engine.turns import Cancelled, Forward, PromptEnd, StateLost, Turn, Wait
+from kvdb.identity import Tokens, as_tokens, chain_hashes
 
 if TYPE_CHECKING:
+    from engine.storage import Storage
     from engine.worker import Worker
+    from kvdb.match import Match
     from kvdb.sequences import Lease
 
-Bytes = cachekinds.Bytes
 # mlx-lm gives freed buffers back this often while decoding.
 CLEAR_EVERY = 256
+CUT_SHORT = ("cancelled", "deadline")
 
 
 class Generation:
-    """The state of one request, from its tokens to its record."""
+    """The state of one answer to one request, from its tokens to its record."""
 
     def __init__(
         self,
         worker: Worker,
         request: Request,
-        cancelled: Callable[[], bool],
-        load_ms: float,
-        warmup_ms: float,
+        *,
+        load_ms: float = 0.0,
+        warmup_ms: float = 0.0,
+        index: int = 0,
+        given: Prompt | None = None,
     ) -> None:
-        self._started, self._started_us = time.perf_counter(), time.time_ns() // 1000
+        self._took = Accounts(load_ms, warmup_ms)
         self._worker = worker
         self._request = request
-        self._cancelled = cancelled
-        self._load_ms, self._warmup_ms = load_ms, warmup_ms
+        self._index = index
         loaded = worker.loaded
-        self._given = encode(
-            request, loaded.prompts, loaded.context, worker.vocabulary, loaded=loaded.tokenizer
-        )
-        self._prompt = self._given.tokens
+        if given is None:
+            given = encode(
+                request, loaded.prompts, loaded.context, worker.vocabulary, loaded=loaded.tokenizer
+            )
+        self._given, self._prompt = given, given.tokens
         self._room = self._generation_room(loaded.context)
-        self._chooser = Chooser(request.sampling, self._prompt, worker.vocabulary)
+        self._chooser = Chooser(request.sampling, self._prompt, worker.vocabulary, index)
         self._output = Output(request, loaded.tokenizer, loaded.eos, self._room)
-        self._storage = worker.storage if request.read or request.store else None
+        self._storage: Storage | None = None
+        if request.read or request.store:
+            self._storage = worker.storage_for(request.salt)
         self._lease: Lease | None = None
         self._recorder: Recorder | None = None
-        self._caches: list[Any] = []
+        self._live: LiveState | None = None
+        self._shared: mx.array | None = None  # logits of a prompt that another request computed
+        self._exact = request.reuse == "exact"
+        self._alone = "exact mode" if self._exact else worker.alone
+        self._buffers: Buffers | None = None
+        self._boundaries = NO_BOUNDARIES
         self._generated: list[int] = []
+        self._last_start = 0  # where the forward began that gave the prompt's logits
+        self._at = 0  # where prefilling has come to
         self._fed = 0  # generated tokens whose state is, or is about to be, in the caches
         self._kept = len(self._prompt)  # tokens whose blocks were handed to the store
         self._finish: FinishReason | None = None
-        self._restored = self._refilled = self._computed = 0
-        self._skip: Skip = "none"
-        self._read_nbytes = 0
-        self._touched: tuple[int, ...] = ()
-        self._base = worker.model.forwarded
-        self._prompt_forwarded: int | None = None
-        self._lookup_ms = self._restore_ms = self._prefill_ms = 0.0
-        self._first_token_ms: float | None = None
-        self._first_sample_ms: float | None = None
-        self._logits_at = self._started  # when the first token could be sampled
-        self._from_stored_logits = False
-        self._damaged = False
+        self._lost = False  # the state went with a failed forward
+        self._model = mlxlm.CountingModel(worker.model.model, worker.model)
+        self._took.ready()
 
-    def events(self) -> Iterator[Event]:
+    @property
+    def prompt(self) -> Tokens:
+        return self._prompt
+
+    @property
+    def done(self) -> int:
+        """How many prompt tokens have their state."""
+        return self._took.done
+
+    @property
+    def tokens_at_most(self) -> int:
+        """Tokens of the prompt and of the longest answer."""
+        return len(self._prompt) + self._room
+
+    @property
+    def key_space(self) -> tuple[object, ...] | None:
+        """Requests of an equal one may use each other's state; None uses nobody's."""
+        request = self._request
+        if not request.read or not request.store:
+            return None
+        return request.salt, request.reuse
+
+    @property
+    def seat(self) -> Seat:
+        """Where its state is; before it begins, there is none."""
+        return Seat([], 0) if self._live is None else self._live.seat
+
+    @property
+    def stores(self) -> bool:
+        """Whether what it computes is stored, so that others may wait for a part of it."""
+        return self._storage is not None and self._request.store
+
+    def others(self) -> list[Generation]:
+        """The further answers that the request asks for; each waits for :meth:`share`."""
+        count = self._request.n if self._index == 0 else 1
+        return [
+            Generation(self._worker, self._request, index=index, given=self._given)
+            for index in range(1, count)
+        ]
+
+    @property
+    def shareable(self) -> bool:
+        """Whether the state of the whole prompt is here, and nothing behind it."""
+        return self.seat.length == len(self._prompt)
+
+    def share(self, other: Generation, logits: mx.array) -> None:
+        """Let another answer to the same prompt go on from here. Memory is shared until one of
+        the two appends, stored blocks for ever."""
+        other._shared = logits
+        other._took.share(len(self._prompt), self._took.match)
+        if self._live is not None:
+            other._live = self._live.forked()
+        if other._storage is not None and self._lease is not None:
+            other._lease = other._storage.fork(self._lease, other._request.tenant)
+        if self._recorder is not None and other._live is not None:
+            running = None if other._lease is None else other._lease.sequence
+            other._recorder = self._recorder.forked(other._live, running)
+
+    def events(self) -> Generator[Event | Turn, Row, None]:
         """Run to the end. The lease is released whatever happens."""
+        self._took.begin()
         try:
             try:
                 yield from self._answer()
-            except Cancelled:
-                self._finish = "cancelled"
+            except Cancelled as cancelled:
+                self._finish = cancelled.reason
+                self._keep_cut_short()
             self._keep_generated(final=True)
+            yield from self._hold()
         finally:
-            if self._storage is not None:
-                self._storage.release(self._lease)
+            self.release()
         stats = self._stats()
         self._record(stats)
-        yield End(self._finish or "length", self._output.rest(), stats)
+        yield End(self._finish or "length", self._output.rest(), stats, self._index)
 
-    def _answer(self) -> Iterator[Event]:
-        steps, logits = self._look_up()
+    def release(self) -> None:
+        """Let go of what is held in the store. Idempotent."""
+        if self._storage is not None:
+            self._storage.release(self._lease)
+
+    def never(self, reason: FinishReason) -> End:
+        """The end of a request that never began."""
+        self._took.begin()
+        return End(reason, "", self._stats(), self._index)
+
+    def _answer(self) -> Generator[Event | Turn, Row, None]:
+        if self._shared is None:
+            choice = yield from self._begin()
+        else:
+            self._took.have_logits()
+            choice = self._choose(Row.alone(self._shared))
+            yield self._emit(choice)
+            yield PromptEnd(self._shared)
+        if self._finish is None and self._live is not None:
+            yield from self._decode(choice, self._live)
+
+    def _begin(self) -> Generator[Event | Turn, Row, Choice]:
+        """The state of the whole prompt, and the first token."""
+        steps, logits = yield from self._look_up()
         choice = None
         if logits is not None:
             # Sampled before any payload is read: the state is restored behind it.
-            self._from_stored_logits = True
-            choice = self._choose(logits)
+            self._took.have_logits(stored=True)
+            choice = self._choose(Row.alone(logits))
             yield self._emit(choice)
-        if self._finish is not None:
-            self._settle(steps)
-            return
-        steps = self._restore(steps)
+        if choice is not None and logits is not None and self._ends_here():
+            self._took.settle(steps)
+            yield PromptEnd(logits)
+            return choice
+        steps, live = self._restore(steps)
         yield Progress(steps.restored, len(self._prompt))
-        logits = yield from self._compute(steps)
-        raw = None if logits is None else logits_bytes(logits)
-        if choice is None and logits is not None:
-            choice = self._choose(logits)
+        computed = yield from self._compute(steps, live)
+        raw = None if computed is None else logits_bytes(computed)
+        logits = logits if computed is None else computed
+        if logits is None:
+            raise RuntimeError("a plan gave no logits")
+        if choice is None:
+            choice = self._choose(Row.alone(logits))
             yield self._emit(choice)
         if self._recorder is not None and raw is not None:
-            self._keep_prompt_end(self._recorder, steps, raw)
-        if self._finish is None and choice is not None:
-            yield from self._decode(choice)
+            # What the last forward computed, and the logits after it.
+            end = len(self._prompt)
+            self._recorder.feed(self._prompt, self._last_start, end, tail=True, logits=raw)
+        live.seat.length = len(self._prompt)
+        yield PromptEnd(logits)
+        return choice
+
+    def _ends_here(self) -> bool:
+        """Whether neither this answer nor another one to its prompt goes on after this token."""
+        return self._finish is not None and (self._request.n == 1 or self._room == 1)
 
     # -- what is stored ----------------------------------------------------------------------
 
-    def _look_up(self) -> tuple[Plan, mx.array | None]:
+    def _look_up(self) -> Generator[Turn, Row, tuple[Plan, mx.array | None]]:
         """What to do, and the stored logits that the answer begins from, if it does."""
         began = time.perf_counter()
-        self._warmup_ms += (began - self._started) * 1e3
         if self._storage is not None and self._request.read:
+            # What earlier requests left in the writer's queue is part of the store.
+            yield Wait(self._storage.written(self._prompt))
             self._lease = self._storage.lease(
                 self._prompt, self._request.reuse, self._request.tenant
             )
+            self._took.match = None if self._lease is None else self._lease.match
         steps, logits = self._plan(), None
         if steps.stored_logits:
             logits = self._stored_logits()
             if logits is None:
                 steps = self._plan(logits_ok=False)
-        self._lookup_ms = _since(began)
-        self._logits_at = time.perf_counter()
+        self._took.lookup_ms = since(began)
         return steps, logits
 
     def _plan(self, **without: Any) -> Plan:
         found = None if self._lease is None else self._lease.match
-        return plan(found, len(self._prompt), self._request.reuse, **without)
+        needs = self._worker.needs
+        return plan(found, len(self._prompt), self._request.reuse, needs, **without)
 
     def _stored_logits(self) -> mx.array | None:
         layout = self._worker.layout
@@ -144,127 +252,144 @@ class Generation:
         raw = self._storage.read_part(location)
         return None if raw is None else logits_array(raw, layout.logits)
 
-    def _settle(self, steps: Plan) -> None:
-        """Take a plan as what is done: what it restores counts, and counts as used."""
-        self._restored, self._skip = steps.restored, steps.skip
-        if self._lease is not None:
-            match = self._lease.match
-            used = [match.blocks[index].id for index in steps.reads]
-            if steps.shared and match.shared is not None:
-                used.append(match.shared.block.id)
-            self._touched = tuple(used)
-
-    def _restore(self, steps: Plan) -> Plan:
+    def _restore(self, steps: Plan) -> tuple[Plan, LiveState]:
         """Read what the plan restores; what cannot be read makes another plan, the request goes
         on."""
         began = time.perf_counter()
-        worker, layout = self._worker, self._worker.layout
+        worker, layout, exact = self._worker, self._worker.layout, self._request.reuse == "exact"
         if layout is None:
-            self._caches = worker.new_caches()
-            self._settle(steps)
-            return steps
-        buffers = Buffers(layout, capacity_for(len(self._prompt), self._room))
-        first = steps.steps[0]
-        if isinstance(first, Restore) and self._storage is not None and self._lease is not None:
-            match = self._lease.match
-            read = self._storage.read(match, buffers.into, first.blocks, first.shared)
-            self._read_nbytes = read.nbytes
-            if read.bad or (first.shared and not read.shared_ok):
-                self._damaged = True
-                # Stored logits that could not be read before cannot be now.
-                steps = self._plan(
-                    bad=read.bad, shared_ok=read.shared_ok, logits_ok=bool(self._generated)
-                )
-        self._caches = buffers.caches(worker.new_caches(), steps.start)
-        self._settle(steps)
-        self._restore_ms = _since(began)
+            self._live = LiveState(None, worker.new_caches())
+            self._took.settle(steps)
+            return steps, self._live
+        self._buffers = worker.buffers(layout, capacity_for(len(self._prompt), self._room))
+        if self._storage is not None and self._lease is not None:
+            steps = self._read(steps, self._buffers, self._storage, self._lease.match)
+        self._live = self._buffers.live(worker.new_caches())
+        self._took.settle(steps)
+        prompt = len(self._prompt)
+        messages = self._message_ends() if layout.states and steps.start < prompt else ()
+        self._boundaries = boundaries(layout, worker.block_tokens, prompt, messages, exact=exact)
+        self._took.restore_ms = since(began)
         if self._storage is not None and self._request.store:
+            known = {self._lease.match.blocks[i].end for i in steps.reads} if self._lease else set()
             self._recorder = Recorder(
                 self._storage,
-                lambda start, end: cachekinds.cut(self._caches, layout, start, end),
-                known=steps.reads,
-                exact=self._request.reuse == "exact",
+                self._live,
+                self._boundaries,
+                known,
+                exact=exact,
                 running=None if self._lease is None else self._lease.sequence,
             )
+        return steps, self._live
+
+    def _message_ends(self) -> tuple[int, ...]:
+        """Where another request may go on differently: as it was told, and behind the last message
+        before the answer."""
+        parts = self._given.segments() if self._request.messages else []
+        ends = [part.end for part in parts if part.kind in ("system", "message")]
+        return (*self._request.boundaries, *ends[-1:])
+
+    def _read(self, steps: Plan, buffers: Buffers, storage: Storage, match: Match) -> Plan:
+        """Read until a plan has all that it needs: each failure makes one that needs less."""
+        lost: frozenset[tuple[int, str]] = frozenset()
+        shared_ok = True
+        while (read := buffers.fetch(storage, steps, match)) is not None:
+            self._took.bytes_read += read.nbytes
+            self._took.bytes_ram += read.ram_nbytes
+            if not read.lost and read.shared_ok:
+                break
+            self._took.damaged = True
+            lost, shared_ok = lost | read.lost, shared_ok and read.shared_ok
+            # Stored logits that could not be read before cannot be now.
+            steps = self._plan(lost=lost, shared_ok=shared_ok, logits_ok=bool(self._generated))
         return steps
 
     # -- computing the prompt ----------------------------------------------------------------
 
-    def _compute(self, steps: Plan) -> Generator[Event, None, mx.array | None]:
+    def _compute(self, steps: Plan, live: LiveState) -> Generator[Event, None, mx.array | None]:
         """Refill and compute; returns the raw logits of the last token if it was computed."""
         began = time.perf_counter()
-        exact = self._request.reuse == "exact"
-        step = self._worker.block_tokens if exact else self._worker.step
+        worker, exact = self._worker, self._exact
         prefill = Prefill(
-            self._worker.model, self._caches, self._prompt, step, exact, self._cancelled
+            self._model,
+            live,
+            self._prompt,
+            worker.block_tokens if exact else worker.step,
+            exact,
+            self._boundaries,
+            worker.steps,
         )
         logits = None
         try:
             for part in steps.steps:
-                if isinstance(part, Refill):
+                if isinstance(part, Jump):
+                    self._jump(part, live)
+                elif isinstance(part, Refill):
+                    live.seek(part.start)
                     yield from self._run(prefill, part.start, part.end, refill=True)
                 elif isinstance(part, Compute):
-                    middle = prefill.last_step_start(part.start, part.end)
-                    yield from self._run(prefill, part.start, middle, refill=False)
-                    if self._cancelled():
-                        raise Cancelled
-                    logits = prefill.last(middle, part.end)
-                    self._computed += part.end - middle
+                    live.seek(part.start)
+                    self._last_start = prefill.last_start(part.start, part.end)
+                    yield from self._run(prefill, part.start, self._last_start, refill=False)
+                    logits = prefill.last(self._last_start, part.end)
+                    self._took.computed += part.end - self._last_start
         finally:
-            self._prefill_ms = _since(began)
-            self._logits_at = time.perf_counter()
-        mlxlm.set_offset(self._caches, len(self._prompt))
+            self._took.prefill_ms = since(began)
+            self._took.have_logits()
+        live.seek(len(self._prompt))
         return logits
+
+    def _jump(self, jump: Jump, live: LiveState) -> None:
+        if self._buffers is None:
+            return
+        pieces = self._buffers.jump(jump, live, self._worker.block_tokens)
+        self._at = 0  # the caches no longer stand where prefilling left them
+        if self._recorder is not None:
+            self._recorder.resume(jump.end, pieces)
 
     def _run(self, prefill: Prefill, start: int, end: int, *, refill: bool) -> Iterator[Event]:
         at = start
         for done in prefill.run(start, end):
             if refill:
-                self._refilled += done - at
+                self._took.refilled += done - at
             else:
-                self._computed += done - at
+                self._took.computed += done - at
             if self._recorder is not None:
-                self._recorder.put_range(self._prompt, at, done)
-            at = done
-            yield Progress(self._restored + self._refilled + self._computed, len(self._prompt))
+                self._recorder.feed(self._prompt, at, done)
+            at = self._at = done
+            yield Progress(self.done, len(self._prompt))
 
-    def _keep_prompt_end(self, recorder: Recorder, steps: Plan, logits: Bytes) -> None:
-        """Store what the last step computed, and the logits after it."""
-        size = self._worker.block_tokens
-        last = (len(self._prompt) - 1) // size
-        recorder.put_range(self._prompt, min(steps.start, last * size), last * size)
-        recorder.put_prompt_end(self._prompt, logits)
+    def _keep_cut_short(self) -> None:
+        """A prompt that was cancelled leaves its state where it got to, if that is where the
+        caches stand."""
+        if self._recorder is not None and self._at and not self._generated:
+            self._recorder.keep_state(self._prompt, self._at)
 
     # -- generating --------------------------------------------------------------------------
 
-    def _choose(self, logits: mx.array, before: mx.array | None = None) -> Choice:
+    def _choose(self, row: Row, before: mx.array | None = None) -> Choice:
         if self._worker.observe is not None:
-            self._worker.observe(logits)
-        return self._chooser.choose(logits, before)
+            self._worker.observe(row.raw)
+        return self._chooser.choose(row, before)
 
     def _emit(self, choice: Choice) -> Token:
         token = int(mlxlm.scalar(choice.token))
-        if self._first_token_ms is None:
-            self._first_token_ms = _since(self._started)
-            self._first_sample_ms = _since(self._logits_at)
+        self._took.token()
         self._generated.append(token)
         text, self._finish = self._output.feed(token)
         if self._request.logprobs is None:
-            return Token(token, text)
+            return Token(token, text, index=self._index)
         logprob, best = top_logprobs(choice, self._request.logprobs)
-        return Token(token, text, logprob, best)
+        return Token(token, text, logprob, best, self._index)
 
-    def _decode(self, first: Choice) -> Iterator[Event]:
+    def _decode(self, first: Choice, live: LiveState) -> Generator[Event | Turn, Row, None]:
         """Generate after the first token. The next forward is under way while a token is handed
         out, so the last token's state is usually there too."""
-        self._prompt_forwarded = self._worker.model.forwarded - self._base
-        pending = self._forward(first)
+        pending = yield from self._forward(first, live)
         while self._finish is None:
-            if self._cancelled():
-                raise Cancelled
             following = None
             if len(self._generated) + 1 < self._room:
-                following = self._forward(pending)
+                following = yield from self._forward(pending, live)
             yield self._emit(pending)
             self._keep_generated(final=False)
             if len(self._generated) % CLEAR_EVERY == 0:
@@ -273,28 +398,59 @@ class Generation:
                 break
             pending = following
 
-    def _forward(self, choice: Choice) -> Choice:
-        """Put a chosen token through the model and choose the next; nothing waits here."""
-        logits = self._worker.model(choice.token[None], self._caches)[:, -1, :]
+    def _forward(self, choice: Choice, live: LiveState) -> Generator[Turn, Row, Choice]:
+        """Have a chosen token put through the model and choose the next; nothing waits here."""
+        try:
+            row = yield Forward(choice.token, live.seat, self._alone is not None)
+        except StateLost:
+            choice = yield from self._recompute(choice, live)
+            row = yield Forward(choice.token, live.seat, True)
         self._fed += 1
-        following = self._choose(logits, choice.token)
-        mlxlm.start(following.token)
-        return following
+        self._took.shared_steps += live.seat.batch is not None
+        return self._choose(row, choice.token)
+
+    def _recompute(self, choice: Choice, live: LiveState) -> Generator[Turn, Row, Choice]:
+        """Compute the state anew, up to the token that is to be put through the model."""
+        self._alone, self._lost = "a forward with others failed", True
+        live.seat.sit(self._worker.new_caches(), 0)
+        tokens = np.concatenate([self._prompt, as_tokens(self._generated)])
+        end = len(self._prompt) + self._fed
+        worker = self._worker
+        prefill = Prefill(self._model, live, tokens, worker.step, False, steps=worker.steps)
+        last = prefill.last_start(0, end)
+        for _ in prefill.run(0, last):
+            yield Wait(lambda: True)
+        logits = prefill.last(last, end)
+        live.seat.length, self._lost = end, False
+        if self._fed < len(self._generated):
+            return Choice(mx.array(self._generated[self._fed : self._fed + 1]), choice.row)
+        self._chooser.rewind(tokens, self._fed)
+        return self._choose(Row.alone(logits))
 
     def _keep_generated(self, *, final: bool) -> None:
         """Store the state that decoding added: whole blocks as they fill, the tail at the end."""
-        if self._recorder is None or not self._fed:
+        if self._recorder is None or not self._fed or self._lost:
             return
         # A forward under way holds the state of its own input, which is known by now or dropped.
         total = len(self._prompt) + min(self._fed, len(self._generated))
-        size = self._worker.block_tokens
-        if not final:
-            total -= total % size
-        if total <= self._kept:
+        whole = total % self._worker.block_tokens == 0
+        if not (final or whole or total - self._kept >= self._recorder.patience):
             return
         tokens = np.concatenate([self._prompt, as_tokens(self._generated)])[:total]
-        self._recorder.put_generated(tokens, self._kept)
+        self._recorder.feed(tokens, self._kept, total, tail=final, decoded=True)
         self._kept = total
+
+    def _hold(self) -> Generator[Turn, Row, None]:
+        """Hold the state in the store for as long as the request says."""
+        tip, ttl = self._tip_hash(), self._request.ttl_seconds
+        if ttl is None or tip is None or self._recorder is None or self._storage is None:
+            return
+        written = self._storage.written(self._kept_tokens())
+        try:
+            yield Wait(written)
+        except Cancelled:
+            return
+        self._took.held = self._storage.hold(tip, ttl, self._request.tenant)
 
     # -- accounts ----------------------------------------------------------------------------
 
@@ -305,91 +461,37 @@ class Generation:
         return min(self._request.max_tokens, max(1, context - len(self._prompt)))
 
     def _stats(self) -> Stats:
-        forwarded = self._worker.model.forwarded - self._base
-        at_prompt = self._prompt_forwarded
-        reason = None if self._lease is None else self._lease.match.miss_reason
-        return Stats(
-            prompt_tokens=len(self._prompt),
-            matched_tokens=self._matched(),
-            restored_tokens=self._restored,
-            refilled_tokens=self._refilled,
-            computed_tokens=self._computed,
-            generated_tokens=len(self._generated),
-            forwarded_tokens=forwarded,
-            forwarded_prompt_tokens=forwarded if at_prompt is None else at_prompt,
-            skip=self._skip,
-            miss_reason="damaged" if self._damaged else reason,
-            bytes_read=self._read_nbytes,
-            load_ms=self._load_ms,
-            warmup_ms=self._warmup_ms,
-            lookup_ms=self._lookup_ms,
-            restore_ms=self._restore_ms,
-            prefill_ms=self._prefill_ms,
-            first_sample_ms=self._first_sample_ms,
-            behind_ms=self._restore_ms + self._prefill_ms if self._from_stored_logits else 0.0,
-            first_token_ms=self._first_token_ms,
-            total_ms=_since(self._started),
+        return self._took.stats(
+            prompt=len(self._prompt),
+            generated=len(self._generated),
+            forwarded=self._model.forwarded + self._fed,
+            forwarded_prompt=self._model.forwarded,
+            alone=self._alone,
+            block_tokens=self._worker.block_tokens,
         )
 
     def _record(self, stats: Stats) -> None:
         if self._storage is None:
             return
+        cut_short = self._finish in CUT_SHORT
         self._storage.record(
-            RequestRecord(
-                started_at=self._started_us,
-                namespace_id=self._storage.namespace.id,
-                # A cancelled prompt counts as far as it got.
-                prompt_tokens=self._restored + self._refilled + self._computed,
-                matched_tokens=stats.matched_tokens,
-                restored_tokens=self._restored,
-                refilled_tokens=self._refilled,
-                computed_tokens=self._computed,
-                generated_tokens=len(self._generated),
-                skip=self._skip,
-                tenant=self._request.tenant,
-                client=self._request.client,
-                miss_reason=stats.miss_reason,
-                deepest_block_id=None if self._lease is None else self._lease.match.tip_id,
-                tip_hash=self._tip_hash(),
-                bytes_read=self._read_nbytes,
-                load_ms=stats.load_ms,
-                warmup_ms=stats.warmup_ms,
-                lookup_ms=stats.lookup_ms,
-                restore_ms=stats.restore_ms,
-                prefill_ms=stats.prefill_ms,
-                first_sample_ms=stats.first_sample_ms,
-                behind_ms=stats.behind_ms,
-                first_token_ms=stats.first_token_ms,
-                total_ms=stats.total_ms,
-                touched=self._touched,
-                unstored=self._unstored(),
+            self._took.record(
+                stats,
+                self._request,
+                self._storage.namespace.id,
+                self._tip_hash(),
+                cut_short=cut_short,
             ),
             () if self._recorder is None else self._recorder.tickets,
             self._given.segments,
         )
 
-    def _unstored(self) -> str | None:
-        """Why the state of this request was not kept, where that was meant."""
-        if not self._request.store:
-            return "store_off"
-        return "cancelled" if self._finish == "cancelled" else None
-
-    def _matched(self) -> int:
-        """Tokens of the prompt that the store knew, holes included."""
-        if self._lease is None:
-            return 0
-        match = self._lease.match
-        return match.token_count + (0 if match.shared is None else match.shared.token_count)
-
     def _tip_hash(self) -> bytes | None:
         """Hash of the block that the stored state of this request ends in."""
-        if self._storage is None or self._finish == "cancelled":
+        if self._storage is None or self._finish in CUT_SHORT:
             return None
-        namespace = self._storage.namespace
-        tokens = np.concatenate([self._prompt, as_tokens(self._generated)])[: self._kept]
+        namespace, tokens = self._storage.namespace, self._kept_tokens()
         return chain_hashes(namespace.fingerprint, tokens, namespace.block_tokens)[-1]
 
-
-def _since(began: float) -> float:
-    """Milliseconds since a reading of the performance counter."""
-    return (time.perf_counter() - began) * 1e3
+    def _kept_tokens(self) -> Tokens:
+        return np.concatenate([self._prompt, as_tokens(self._generated)])[: self._kept]

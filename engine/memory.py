@@ -1,21 +1,28 @@
-"""MLX arrays whose memory is allocated but not written: restores overwrite it anyway.
+"""Memory: how much this process holds, and MLX arrays that are allocated but not written.
 
-MLX has no such call: its ``empty`` is ``zeros``, whose page faults cost more than reading the same
-bytes. But ``mx.load`` allocates plainly and lets a file object fill the memory; one that fills
-nothing gives what is needed.
+A restore overwrites such arrays anyway. MLX has no call for them: its ``empty`` is ``zeros``, whose
+page faults cost more than reading the same bytes. But ``mx.load`` allocates plainly and lets a file
+object fill the memory; one that fills nothing gives what is needed.
 """
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
+import os
 import struct
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from engine import mlxlm
+from engine.guard import Gauges
 from kvdb.layout import TensorSpec
+
+STATM = Path("/proc/self/statm")
 
 
 class _NothingToRead(io.RawIOBase):
@@ -46,6 +53,37 @@ class _NothingToRead(io.RawIOBase):
         buffer[: len(known)] = known
         self._position += count
         return count
+
+
+def held_bytes() -> int:
+    """Bytes of memory that this process holds: resident ones, and a GPU's of its own. Where the
+    system does not say, those that MLX knows of."""
+    of_mlx = mx.get_active_memory() + mx.get_cache_memory()
+    try:
+        pages = int(STATM.read_text().split()[1])
+    except OSError:
+        return of_mlx
+    resident = pages * os.sysconf("SC_PAGE_SIZE")
+    return resident if mlxlm.host_memory() else resident + of_mlx
+
+
+def release_memory() -> None:
+    """Give back what is freed but cached, by MLX and by the C library."""
+    mlxlm.release_buffers()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
+    if trim is not None:
+        trim(0)
+
+
+def gauges() -> Gauges:
+    """This process's memory, for the guard."""
+    return Gauges(
+        held=held_bytes,
+        active=mx.get_active_memory,
+        peak=mx.get_peak_memory,
+        reset_peak=mx.reset_peak_memory,
+        release=release_memory,
+    )
 
 
 def unwritten(specs: Sequence[TensorSpec], tokens: int) -> list[mx.array]:

@@ -14,7 +14,16 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
 from engine.blas import Blas
 from kvdb.errors import UsageError
@@ -24,14 +33,17 @@ GROWTH = 256
 
 
 class CountingModel:
-    """The model call, counting the tokens that really go through it."""
+    """The model call, counting the tokens that really go through it, also for ``whole``."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, whole: CountingModel | None = None) -> None:
         self.model = model
+        self.whole = whole
         self.forwarded = 0
 
     def __call__(self, tokens: mx.array, cache: Sequence[Any]) -> mx.array:
         self.forwarded += tokens.size
+        if self.whole is not None:
+            return self.whole(tokens, cache)
         logits: mx.array = self.model(tokens, cache=cache)
         return logits
 
@@ -50,18 +62,28 @@ def new_cache(model: nn.Module, kv_bits: int | None, kv_group_size: int) -> list
     return [QuantizedKVCache(group_size=kv_group_size, bits=kv_bits) for _ in caches]
 
 
-def kv_tensors(cache: KVCache) -> list[tuple[str, mx.array]]:
-    """The whole over-allocated buffers; only the first ``offset`` tokens are state."""
+def leaves(caches: Sequence[Any]) -> list[Any]:
+    """The caches that hold arrays, with composite ones opened, in the order of the layers."""
+    found: list[Any] = []
+    for cache in caches:
+        found += leaves(cache.caches) if type(cache) is CacheList else [cache]
+    return found
+
+
+def owners(caches: Sequence[Any]) -> list[int]:
+    """For every leaf, the index of the cache in ``caches`` that it is or is part of."""
+    return [index for index, cache in enumerate(caches) for _ in leaves([cache])]
+
+
+Arrays = list[tuple[str, mx.array]]
+
+
+def kv_arrays(cache: Any) -> Arrays:
+    """The whole buffers, which may hold more tokens than are valid, in any order."""
     return [("keys", cache.keys), ("values", cache.values)]
 
 
-def build_kv(arrays: Sequence[mx.array], template: KVCache) -> KVCache:
-    cache = KVCache()
-    cache.keys, cache.values = arrays
-    return cache
-
-
-def quantized_tensors(cache: QuantizedKVCache) -> list[tuple[str, mx.array]]:
+def quantized_arrays(cache: QuantizedKVCache) -> Arrays:
     names = ("packed", "scales", "biases")
     return [
         (f"{which}.{name}", array)
@@ -70,27 +92,72 @@ def quantized_tensors(cache: QuantizedKVCache) -> list[tuple[str, mx.array]]:
     ]
 
 
-def build_quantized(arrays: Sequence[mx.array], template: QuantizedKVCache) -> QuantizedKVCache:
-    cache = QuantizedKVCache(group_size=template.group_size, bits=template.bits)
+def state_arrays(cache: ArraysCache) -> Arrays:
+    return [(str(number), array) for number, array in enumerate(cache.cache)]
+
+
+def plain_spans(cache: Any, start: int, end: int) -> list[slice]:
+    """Where in the buffers tokens ``start`` to ``end`` lie."""
+    return [slice(start, end)]
+
+
+def rotating_spans(cache: RotatingKVCache, start: int, end: int) -> list[slice]:
+    """After a chunk the tokens lie in order and end at ``_idx``; single tokens then go round."""
+    length = cache.keys.shape[2]
+    first = cache._idx - (cache.offset - start)
+    last = first + end - start
+    if first >= 0:
+        return [slice(first, last)]
+    if last <= 0:
+        return [slice(first + length, last + length)]
+    return [slice(first + length, length), slice(0, last)]
+
+
+def chunked_spans(cache: ChunkedKVCache, start: int, end: int) -> list[slice]:
+    return [slice(start - cache.start_position, end - cache.start_position)]
+
+
+def load_kv(cache: KVCache, arrays: Sequence[mx.array], end: int) -> None:
+    """Make ``arrays``, of which the first ``end`` tokens are valid, the buffers of a cache."""
+    cache.keys, cache.values = arrays
+    cache.offset = end
+
+
+def load_quantized(cache: QuantizedKVCache, arrays: Sequence[mx.array], end: int) -> None:
     cache.keys, cache.values = tuple(arrays[:3]), tuple(arrays[3:])
-    return cache
+    cache.offset = end
 
 
-def set_offset(caches: Sequence[Any], offset: int) -> None:
-    """Make ``offset`` the number of valid tokens; what lies behind it stays in the buffers."""
-    for cache in caches:
-        cache.offset = offset
+def load_concatenate(cache: ConcatenateKVCache, arrays: Sequence[mx.array], end: int) -> None:
+    """This class has no spare room: its length is its number of tokens."""
+    cache.keys, cache.values = (array[:, :, :end] for array in arrays) if end else (None, None)
+    cache.offset = end
 
 
-def evaluate(caches: Sequence[Any], *more: mx.array) -> None:
-    """Finish all pending work on ``caches`` and ``more``."""
-    mx.eval([cache.state for cache in caches], *more)
+def load_rotating(cache: RotatingKVCache, arrays: Sequence[mx.array], end: int) -> None:
+    """``arrays`` hold the last tokens before ``end``, a whole window of them if there are."""
+    cache.keys, cache.values = arrays
+    cache.offset, cache._idx = end, cache.keys.shape[2]
 
 
-def start(array: mx.array) -> None:
-    """Begin computing ``array``; nothing waits for it here."""
+def load_chunked(cache: ChunkedKVCache, arrays: Sequence[mx.array], end: int) -> None:
+    cache.keys, cache.values = arrays
+    cache.offset, cache.start_position = end, end - cache.keys.shape[2]
+
+
+def load_state(cache: ArraysCache, arrays: Sequence[mx.array], end: int) -> None:
+    cache.cache = list(arrays)
+
+
+def evaluate(leaf_caches: Sequence[Any], *more: mx.array) -> None:
+    """Finish all pending work on caches without composite ones, and on ``more``."""
+    mx.eval([cache.state for cache in leaf_caches], *more)
+
+
+def start(*arrays: mx.array) -> None:
+    """Begin computing ``arrays``; nothing waits for them here."""
     begin: Any = mx.async_eval
-    begin(array)
+    begin(*arrays)
 
 
 def scalar(array: mx.array) -> Any:
@@ -99,7 +166,8 @@ def scalar(array: mx.array) -> Any:
 
 
 def release_buffers() -> None:
-    """Give freed GPU buffers back. On a CPU it would only buy page faults at the next step."""
+    """Give freed GPU buffers back. On a CPU, where MLX keeps few, its ``clear_cache`` waits for the
+    work of all threads while it holds the interpreter's lock, which that work may need."""
     if on_gpu():
         mx.clear_cache()
 
@@ -113,6 +181,12 @@ def release_thread() -> None:
 
 def on_gpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.gpu)
+
+
+def device_bytes() -> int:
+    """Memory of the GPU in bytes; 0 where MLX does not say."""
+    info = mx.device_info()
+    return int(info.get("total_memory") or info.get("memory_size") or 0)
 
 
 def host_memory() -> bool:

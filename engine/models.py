@@ -112,6 +112,15 @@ def resolve(name: str) -> Path:
     return _from_hub(name)
 
 
+def weight_bytes(name: str) -> int:
+    """Bytes of a model's weight files, about what it takes in memory. Raises ModelError."""
+    folder = resolve(name)
+    try:
+        return sum(path.stat().st_size for path in weight_files(folder))
+    except OSError as error:
+        raise ModelError(f"The model in {folder} cannot be read: {error}.") from error
+
+
 def find_local(name: str) -> Path | None:
     """The folder of a model as for :func:`resolve`, if it is on this machine."""
     path = models_folder() / name if name in BUILT_IN else Path(name).expanduser()

@@ -1,8 +1,15 @@
-"""What to restore and what to compute: a pure function of a match, tested without a model."""
+"""What to restore and what to compute: a pure function of a match, tested without a model.
+
+A plan walks from token 0 to the prompt's end. At each block's end it may *jump* over blocks whose
+state is stored, or forward a block's tokens. Where a jump may end depends on the layers: full
+attention needs every block before, a sliding layer its last window, a recurrent one its state at
+exactly that token. The walk with the fewest forwarded tokens wins.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,13 +25,18 @@ class Block(Protocol):
     def token_count(self) -> int: ...
     @property
     def live(self) -> bool: ...
+    @property
+    def parts(self) -> Container[str]: ...
 
 
 class Shared(Protocol):
-    """A sibling whose first ``token_count`` tokens continue the blocks (kvdb.SharedTail)."""
+    """A block beside the matched ones, whose first ``token_count`` tokens are the prompt's
+    (kvdb.SharedTail)."""
 
     @property
     def token_count(self) -> int: ...
+    @property
+    def block(self) -> Block: ...
 
 
 class Found(Protocol):
@@ -39,6 +51,21 @@ class Found(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Needs:
+    """What a model needs besides the full attention of everything before: ``windows`` are parts
+    of sliding layers with the tokens they look back at, ``states`` those of recurrent layers."""
+
+    windows: tuple[tuple[str, int], ...] = ()
+    states: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.windows or self.states)
+
+
+FULL_ATTENTION = Needs()
+
+
+@dataclass(frozen=True, slots=True)
 class Restore:
     """Read ``blocks`` (indices) and, if ``shared``, the shared tail; ``end`` tokens are covered,
     holes among them."""
@@ -49,8 +76,22 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True)
+class Jump:
+    """Sliding and recurrent layers go on at token ``end`` from token ``start``: with the
+    ``windows`` of these blocks, the state behind block ``state``, both also of the shared tail if
+    ``shared``. Tokens before ``start`` that a window reaches are in the live caches."""
+
+    start: int
+    end: int
+    windows: tuple[tuple[str, tuple[int, ...]], ...]
+    state: int | None
+    shared: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Refill:
-    """Forward tokens ``start`` to ``end`` over the restored prefix: a run of holes."""
+    """Forward tokens ``start`` to ``end`` over the restored prefix: a run of holes, and where
+    layers are recurrent also what lies between the last stored state and the hole."""
 
     start: int
     end: int
@@ -64,7 +105,7 @@ class Compute:
     end: int
 
 
-Step = Restore | Refill | Compute
+Step = Restore | Jump | Refill | Compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,83 +131,204 @@ def plan(
     found: Found | None,
     prompt: int,
     reuse: Reuse,
+    needs: Needs = FULL_ATTENTION,
     *,
     bad: Collection[int] = (),
+    lost: Collection[tuple[int, str]] = (),
     shared_ok: bool = True,
     logits_ok: bool = True,
 ) -> Plan:
     """Plan a prompt of ``prompt`` tokens.
 
-    ``bad`` blocks, a shared tail that is not ``shared_ok`` and logits that are not ``logits_ok``
-    could not be read: they count as absent. In exact mode computing starts at a block's start
-    only, because a block's bits depend on where its forward began.
+    ``bad`` blocks, ``lost`` parts of blocks, a shared tail that is not ``shared_ok`` and logits
+    that are not ``logits_ok`` could not be read: they count as absent. In exact mode computing
+    starts at a block's start only, because a block's bits depend on where its forward began.
     """
     if found is None:
-        return _assemble((), 0, prompt, (), shared=False, stored_logits=False)
-    blocks = found.blocks
-    usable = [block.live and index not in bad for index, block in enumerate(blocks)]
-    kept = _kept(usable)
-    shared = found.shared if reuse == "max" and shared_ok else None
-    if shared is None:
-        start = _end(blocks, kept)
-    else:
-        # A shared tail continues the last matched block: holes before it are worth a refill.
-        kept = len(blocks)
-        start = min(_end(blocks, kept) + shared.token_count, prompt)
-    stored_logits = start == prompt and shared is None and found.logits is not None and logits_ok
-    if start == prompt and not stored_logits:
-        if reuse == "exact":
-            kept = _kept(usable[: kept - 1])
-            start = _end(blocks, kept)
+        return _assemble((), prompt, needs)
+    stored_logits = found.logits is not None and logits_ok
+    walk = _Walk(found.blocks, needs, set(bad), set(lost))
+    reached = prompt if stored_logits else prompt - 1
+    nodes = [node for node, at in enumerate(walk.starts) if at <= reached]
+    # Of equal walks the first: it reads least.
+    node = min(nodes, key=lambda node: walk.cost[node] - walk.starts[node])
+    path, forwarded = walk.path(node), walk.cost[node] + prompt - walk.starts[node]
+    if reuse == "max":
+        shared = found.shared if shared_ok else None
+        ending = walk.into_shared(shared, prompt) if shared else walk.into_last(prompt)
+        if ending is not None and ending[0] < forwarded:
+            path = ending[1]
+    return _assemble(path, prompt, needs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Edge:
+    """From token ``start`` to ``end`` by forwarding, or by a jump over ``blocks``."""
+
+    start: int
+    end: int
+    jump: bool
+    blocks: tuple[int, ...] = ()
+    windows: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    state: int | None = None
+    shared: bool = False
+
+
+class _Walk:
+    """The cheapest way to every block's end. Node k is the start of block k; ``cost`` counts the
+    tokens forwarded to get there."""
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        needs: Needs,
+        bad: set[int],
+        lost: set[tuple[int, str]],
+    ) -> None:
+        self._blocks = blocks
+        self._needs = needs
+        optional = {name for name, _ in needs.windows} | set(needs.states)
+        gone = bad | {index for index, part in lost if part not in optional}
+        self._live = [block.live and i not in gone for i, block in enumerate(blocks)]
+        self._lost = lost
+        self.starts = [0, *(block.start + block.token_count for block in blocks)]
+        self.cost = [0]
+        self._from: list[int | None] = [None]  # the node of the jump that leads here, if one does
+        self._run = 0  # where the run of live blocks begins that ends here
+        self._window_runs = [0] * len(needs.windows)
+        self._runs: list[tuple[int, tuple[int, ...]]] = [(0, tuple(self._window_runs))]
+        stack: list[int] = []  # nodes that cost less than all after them, to find the cheapest
+        for index in range(len(blocks)):
+            while stack and self.cost[stack[-1]] > self.cost[index]:
+                stack.pop()
+            stack.append(index)
+            self._extend_runs(index)
+            self._arrive(index, stack)
+
+    def _extend_runs(self, index: int) -> None:
+        if not self._live[index]:
+            self._run = index + 1
+        for number, (part, _) in enumerate(self._needs.windows):
+            if not self._has(index, part):
+                self._window_runs[number] = index + 1
+        self._runs.append((self._run, tuple(self._window_runs)))
+
+    def _arrive(self, index: int, stack: Sequence[int]) -> None:
+        node = index + 1
+        forwarded = self.cost[index] + self._blocks[index].token_count
+        source = None
+        if all(self._has(index, part) for part in self._needs.states):
+            floor = self._floor(node, self.starts[node])
+            first = bisect_left(stack, floor)
+            source = stack[first] if first < len(stack) else None
+        if source is not None and self.cost[source] <= forwarded:
+            self.cost.append(self.cost[source])
+            self._from.append(source)
         else:
-            start = prompt - 1
-    reads = tuple(i for i in range(kept) if usable[i] and blocks[i].start < start)
-    holes = tuple(
-        (blocks[i].start, blocks[i].start + blocks[i].token_count)
-        for i in range(kept)
-        if not usable[i]
-    )
-    return _assemble(
-        reads, start, prompt, _merge(holes), shared=shared is not None, stored_logits=stored_logits
-    )
+            self.cost.append(forwarded)
+            self._from.append(None)
+
+    def _has(self, index: int, part: str) -> bool:
+        here = self._live[index] and part in self._blocks[index].parts
+        return here and (index, part) not in self._lost
+
+    def _floor(self, node: int, position: int) -> int:
+        """The first node from which a jump to ``position``, at ``node`` or before it in its last
+        block, finds all that is stored of the tokens between."""
+        floor, window_runs = self._runs[node]
+        for (_, window), run in zip(self._needs.windows, window_runs, strict=True):
+            if self.starts[run] > max(0, position - window):
+                floor = max(floor, run)
+        return floor
+
+    def _windows(
+        self, source: int, node: int, position: int
+    ) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The blocks from ``source`` to ``node`` that the windows before ``position`` reach."""
+        return tuple(
+            (
+                part,
+                tuple(i for i in range(source, node) if self.starts[i + 1] > position - window),
+            )
+            for part, window in self._needs.windows
+        )
+
+    def path(self, node: int) -> tuple[_Edge, ...]:
+        """The edges that lead to a node, first one first."""
+        edges: list[_Edge] = []
+        while node:
+            source = self._from[node]
+            end = self.starts[node]
+            if source is None:
+                edges.append(_Edge(self.starts[node - 1], end, False))
+                node -= 1
+                continue
+            edges.append(self._jump(source, node, end))
+            node = source
+        return tuple(reversed(edges))
+
+    def _jump(self, source: int, node: int, position: int, *, shared: bool = False) -> _Edge:
+        return _Edge(
+            self.starts[source],
+            position,
+            True,
+            tuple(range(source, node)),
+            self._windows(source, node, position),
+            node - 1 if self._needs.states and not shared else None,
+            shared,
+        )
+
+    def into_shared(self, shared: Shared, prompt: int) -> tuple[int, tuple[_Edge, ...]] | None:
+        """(tokens forwarded in all, edges) of the walk that ends in the shared tail, if there is
+        one. It leaves the prompt's last token, whose logits nobody stored."""
+        start, stop = shared.block.start, shared.block.start + shared.token_count
+        wanted = [*(part for part, _ in self._needs.windows), *self._needs.states]
+        if any(part not in shared.block.parts for part in wanted):
+            return None
+        if start not in self.starts or (self._needs.states and stop >= prompt):
+            return None
+        node = self.starts.index(start)
+        return self._ending(node, node, min(stop, prompt - 1), prompt, shared=True)
+
+    def into_last(self, prompt: int) -> tuple[int, tuple[_Edge, ...]] | None:
+        """The same into the prompt's own last block, to compute its last token again."""
+        node = len(self._blocks)
+        if self._needs.states or not node or self.starts[node] != prompt:
+            return None
+        return self._ending(node, node - 1, prompt - 1, prompt, shared=False)
+
+    def _ending(
+        self, node: int, last: int, position: int, prompt: int, *, shared: bool
+    ) -> tuple[int, tuple[_Edge, ...]] | None:
+        """Jump to ``position`` from the cheapest node up to ``last``."""
+        sources = range(self._floor(node, position), last + 1)
+        if position <= self.starts[last] or not sources:
+            return None
+        source = min(sources, key=lambda node: (self.cost[node], node))
+        edge = self._jump(source, node, position, shared=shared)
+        return self.cost[source] + prompt - position, (*self.path(source), edge)
 
 
-def _kept(usable: Sequence[bool]) -> int:
-    """How many leading blocks are of use: up to the last usable one, holes inside included."""
-    return max((index + 1 for index, good in enumerate(usable) if good), default=0)
-
-
-def _end(blocks: Sequence[Block], kept: int) -> int:
-    return blocks[kept - 1].start + blocks[kept - 1].token_count if kept else 0
-
-
-def _merge(holes: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Holes that touch become one."""
-    merged: list[tuple[int, int]] = []
-    for start, end in holes:
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], end)
-        else:
-            merged.append((start, end))
-    return tuple(merged)
-
-
-def _assemble(
-    reads: tuple[int, ...],
-    start: int,
-    prompt: int,
-    holes: tuple[tuple[int, int], ...],
-    *,
-    shared: bool,
-    stored_logits: bool,
-) -> Plan:
+def _assemble(path: Sequence[_Edge], prompt: int, needs: Needs) -> Plan:
+    while path and not path[-1].jump:  # what is forwarded last is the rest of the prompt
+        path = path[:-1]
+    start = path[-1].end if path else 0
+    shared = bool(path) and path[-1].shared
+    reads = tuple(index for edge in path for index in edge.blocks)
     steps: list[Step] = []
-    if reads or shared:
+    if path:
         steps.append(Restore(reads, shared, start))
-    steps += [Refill(*hole) for hole in holes]
-    if not stored_logits:
+    for edge in path:
+        if edge.jump:
+            if needs:
+                steps.append(Jump(edge.start, edge.end, edge.windows, edge.state, edge.shared))
+        elif isinstance(steps[-1], Refill) and steps[-1].end == edge.start:
+            steps[-1] = Refill(steps[-1].start, edge.end)
+        else:
+            steps.append(Refill(edge.start, edge.end))
+    if start < prompt:
         steps.append(Compute(start, prompt))
-    refilled = sum(end - begin for begin, end in holes)
+    refilled = sum(edge.end - edge.start for edge in path if not edge.jump)
     restored, computed = start - refilled, prompt - start
     skip: Skip = "partial"
     if not restored and not refilled:
@@ -176,5 +338,5 @@ def _assemble(
     elif not computed:
         skip = "full"
     return Plan(
-        tuple(steps), skip, reads, shared, start, restored, refilled, computed, stored_logits
+        tuple(steps), skip, reads, shared, start, restored, refilled, computed, start == prompt
     )

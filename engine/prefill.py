@@ -1,14 +1,17 @@
-"""kvdb's own prefill loop: steps for the model, a callback after each, cancellation between."""
+"""kvdb's own prefill loop: steps for the model, and whatever else goes on between two of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
 from engine import mlxlm
+from engine.boundaries import NO_BOUNDARIES, Boundaries
+from engine.guard import Steps
+from engine.live import LiveState
 from kvdb.errors import UsageError
 from kvdb.identity import Tokens
 
@@ -19,56 +22,60 @@ GPU_STEP = 2048
 SHORT_STEP = 32
 
 
-class Cancelled(Exception):
-    """The request was cancelled between two steps. Internal."""
-
-
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """How ranges of one prompt are computed. ``exact`` means one forward per step, whatever its
-    length, so that the bits depend on tokens and step only."""
+    """How ranges of one prompt are computed, with the caches standing where each begins.
+
+    ``exact`` means one forward per step, whatever its length, so that the bits depend on tokens
+    and step only; otherwise a forward also ends at each of ``boundaries``, and ``steps`` may make
+    steps shorter than ``step``.
+    """
 
     model: mlxlm.CountingModel
-    caches: Sequence[Any]
+    live: LiveState
     tokens: Tokens
     step: int
     exact: bool
-    cancelled: Callable[[], bool]
+    boundaries: Boundaries = NO_BOUNDARIES
+    steps: Steps | None = None
 
     def run(self, start: int, end: int) -> Iterator[int]:
         """Compute the state of tokens ``start`` to ``end`` over what lies before them; yield the
-        end of every finished step. Raises Cancelled between steps."""
-        mlxlm.set_offset(self.caches, start)
+        end of every finished step. Raises OutOfMemory before one that does not fit."""
         at = start
         while at < end:
-            if self.cancelled():
-                raise Cancelled
-            stop = min(end, (at // self.step + 1) * self.step)
-            self._forward(at, stop)
-            mlxlm.evaluate(self.caches)
+            step = self.step if self.steps is None else self.steps.fit(self.step, at)
+            stop = min(end, self._step_end(at, step))
+            with nullcontext() if self.steps is None else self.steps.watch(stop - at, stop):
+                self._forward(at, stop)
+                self.live.evaluate()
             mlxlm.release_buffers()
             at = stop
             yield at
 
     def last(self, start: int, end: int) -> mx.array:
-        """Compute tokens ``start`` to ``end``, at most one step, and return the raw logits of the
-        last one: ``(1, vocabulary)``, evaluated."""
-        mlxlm.set_offset(self.caches, start)
-        if not self.exact and end - start > SHORT_STEP:
-            self._forward(start, end - 1)
-            mlxlm.evaluate(self.caches)
-            start = end - 1
+        """Compute tokens ``start`` to ``end`` in one forward and return the raw logits of the last
+        one: ``(1, vocabulary)``, evaluated."""
         logits = self._forward(start, end)[:, -1, :]
-        mlxlm.evaluate(self.caches, logits)
+        self.live.evaluate(logits)
         mlxlm.release_buffers()
         return logits
 
-    def last_step_start(self, start: int, end: int) -> int:
-        """Where the step that holds the last token of ``start`` to ``end`` begins."""
-        return max(start, (end - 1) // self.step * self.step)
+    def last_start(self, start: int, end: int) -> int:
+        """Where the forward begins that gives the logits of the last token of ``start`` to
+        ``end``."""
+        at = start
+        while (stop := self._step_end(at, self.step)) < end:
+            at = stop
+        return at if self.exact or end - at <= SHORT_STEP else end - 1
+
+    def _step_end(self, at: int, step: int) -> int:
+        stop = (at // step + 1) * step
+        boundary = None if self.exact else self.boundaries.after(at)
+        return stop if boundary is None else min(stop, boundary)
 
     def _forward(self, start: int, end: int) -> mx.array:
-        return self.model(mx.array(self.tokens[start:end])[None], self.caches)
+        return self.model(mx.array(self.tokens[start:end])[None], self.live.caches)
 
 
 def check_step(step: int | None, block_tokens: int) -> int:

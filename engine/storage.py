@@ -2,44 +2,74 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.events import Reuse
-from kvdb.errors import KvdbError
+from kvdb.errors import KvdbError, QuotaExceeded, StoreMissing
 from kvdb.history import RequestRecord
 from kvdb.identity import Tokens
+from kvdb.prefetch import ReadBlock, Wanted, stream_blocks
 from kvdb.segments import Segment
 from kvdb.writer import Payload, Ticket
 
 if TYPE_CHECKING:
     from kvdb.builds import Build
     from kvdb.match import Match, Namespace, PartRef
+    from kvdb.reader import Location
+    from kvdb.restore import Want
     from kvdb.sequences import Lease
     from kvdb.sequences import Sequence as Running
     from kvdb.store import Store
+    from kvdb.writer import Ticket
 
 log = logging.getLogger("kvdb.engine")
 
 Bytes = npt.NDArray[np.uint8]
-Into = Mapping[str, Sequence[Sequence[npt.NDArray[Any]]]]
 T = TypeVar("T")
+Places = Mapping[tuple[int, str], "Location"]
 # Waiting for a queued write is cheaper than computing it again, up to a stalled disk.
 FLUSH_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What a read gave: the blocks that it could not give, and its bytes."""
+    """What a read gave: the parts of blocks (by index) that it could not give, its bytes, and the
+    bytes that came from the RAM tier instead."""
 
-    bad: frozenset[int]
+    lost: frozenset[tuple[int, str]]
     shared_ok: bool
     nbytes: int
+    ram_nbytes: int = 0
+
+    def __add__(self, other: Read) -> Read:
+        return Read(
+            self.lost | other.lost,
+            self.shared_ok and other.shared_ok,
+            self.nbytes + other.nbytes,
+            self.ram_nbytes + other.ram_nbytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """A put that may still be under way: its blocks' tokens begin at ``start``."""
+
+    tokens: Tokens
+    start: int
+    ticket: Ticket
+
+    def meets(self, tokens: Tokens) -> bool:
+        """Whether ``tokens`` go through the beginning of what is put."""
+        shared = self.start + 1
+        return len(tokens) >= shared and np.array_equal(tokens[:shared], self.tokens[:shared])
 
 
 class Storage:
@@ -51,6 +81,7 @@ class Storage:
         self.namespace = namespace
         self.build = build
         self._said: set[str] = set()
+        self._queued: list[_Queued] = []
 
     @property
     def block_tokens(self) -> int:
@@ -59,8 +90,6 @@ class Storage:
     def lease(self, tokens: Tokens, reuse: Reuse, tenant: str) -> Lease | None:
         """What is stored of ``tokens``, held until release. Exact mode sees blocks of this build
         only, and nothing while the build has no row (a read-only store)."""
-        # What earlier requests of this process left in the writer's queue is part of the store.
-        self._try(lambda: self.store.flush(FLUSH_SECONDS), False)
         exact = None
         if reuse == "exact":
             if self.build is None:
@@ -77,16 +106,63 @@ class Storage:
             None,
         )
 
+    def written(self, tokens: Tokens) -> Callable[[], bool]:
+        """A question whether all queued puts are done that the look-up of ``tokens`` could meet;
+        its answer is yes in any case after some seconds, as on a stalled disk."""
+        tickets = [queued.ticket for queued in self._queued if queued.meets(tokens)]
+        until = time.monotonic() + FLUSH_SECONDS
+        return lambda: all(ticket.done for ticket in tickets) or time.monotonic() > until
+
+    def fork(self, lease: Lease, tenant: str) -> Lease:
+        """Another running sequence on the state that a lease holds."""
+        sequence = lease.sequence
+        if sequence is None:
+            return replace(lease)
+        forked = self._try(
+            lambda: self.store.sequence(self.namespace, sequence.tip_hash, tenant=tenant), None
+        )
+        return replace(lease, sequence=forked)
+
+    def hold(self, tip_hash: bytes, ttl_seconds: float, tenant: str) -> bool:
+        """Hold a chain for some time, anew where it is held already; False where the tenant may
+        hold no more, or the chain is gone."""
+        name = f"ttl:{self.namespace.id}:{tip_hash.hex()}"
+
+        def hold() -> bool:
+            with contextlib.suppress(StoreMissing):
+                self.store.find_sequence(name).drop()
+            try:
+                self.store.sequence(
+                    self.namespace, tip_hash, name=name, ttl_seconds=ttl_seconds, tenant=tenant
+                )
+            except (QuotaExceeded, StoreMissing):
+                return False
+            return True
+
+        return not self.store.read_only and self._try(hold, False)
+
     def release(self, lease: Lease | None) -> None:
         if lease is not None:
             self._try(lease.release, None)
 
-    def read(self, match: Match, into: Into, blocks: Sequence[int], shared: bool) -> Read:
-        """Read into ``into``; after a failure all of it counts as bad."""
-        result = self._try(lambda: self.store.read(match, into, blocks=blocks, shared=shared), None)
+    def read(self, match: Match, wants: Sequence[Want]) -> Read:
+        """Read what is wanted; after a failure all of it counts as lost."""
+        result = self._try(lambda: self.store.read_parts(match, wants), None)
         if result is None:
-            return Read(frozenset(blocks), False, 0)
-        return Read(frozenset(result.bad), result.shared_ok, result.nbytes)
+            every = frozenset((index, want.part) for want in wants for index in want.blocks)
+            return Read(every, False, 0)
+        return Read(result.lost, result.shared_ok, result.nbytes, result.ram_nbytes)
+
+    def locate(self, block_ids: Sequence[int]) -> Places:
+        """Where the parts of some blocks lie; nowhere after a failure."""
+        return self._try(lambda: self.store.locate(block_ids), {})
+
+    def stream(self, wanted: Sequence[Wanted], places: Places) -> Iterator[ReadBlock]:
+        """See :func:`kvdb.prefetch.stream_blocks`; a failure ends it."""
+        try:
+            yield from stream_blocks(self.store, wanted, places)
+        except KvdbError as error:
+            self._say_failed(error)
 
     def read_part(self, part: PartRef) -> Bytes | None:
         return self._try(lambda: self.store.read_part(part), None)
@@ -104,7 +180,7 @@ class Storage:
         if self.store.read_only:
             self._say("the store is read-only: nothing new is stored")
             return None
-        return self._try(
+        ticket = self._try(
             lambda: self.store.put(
                 self.namespace,
                 tokens,
@@ -116,6 +192,11 @@ class Storage:
             ),
             None,
         )
+        if ticket is not None:
+            start = payloads[0].index * self.namespace.block_tokens
+            self._queued = [queued for queued in self._queued if not queued.ticket.done]
+            self._queued.append(_Queued(tokens, start, ticket))
+        return ticket
 
     def record(
         self,
@@ -130,82 +211,13 @@ class Storage:
         try:
             return action()
         except KvdbError as error:
-            self._say(f"the store failed, going on without it: {type(error).__name__}: {error}")
+            self._say_failed(error)
             return otherwise
+
+    def _say_failed(self, error: KvdbError) -> None:
+        self._say(f"the store failed, going on without it: {type(error).__name__}: {error}")
 
     def _say(self, message: str) -> None:
         if message not in self._said:
             self._said.add(message)
             log.warning("%s", message)
-
-
-class Recorder:
-    """Puts the blocks of one request, each once, as soon as their state exists.
-
-    ``cut`` gives the parts of tokens start to end. ``known`` blocks are in the store already;
-    ``tickets`` are those of its puts.
-    """
-
-    def __init__(
-        self,
-        storage: Storage,
-        cut: Callable[[int, int], dict[str, Bytes]],
-        known: Collection[int],
-        *,
-        exact: bool,
-        running: Running | None,
-    ) -> None:
-        self._storage = storage
-        self._cut = cut
-        self._known = set(known)
-        self._exact = exact
-        self._running = running
-        self.tickets: list[Ticket] = []
-
-    def put_range(self, tokens: Tokens, start: int, end: int, *, origin: str = "prefill") -> None:
-        """Put the blocks that end in tokens ``start`` to ``end`` and are not known, one put per
-        run. A last short block is put only where ``tokens`` end with it."""
-        size = self._storage.block_tokens
-        payloads: list[Payload] = []
-        last = 0
-        for block in range(start // size, -(-end // size)):
-            stop = min((block + 1) * size, len(tokens))
-            if stop > end:
-                break
-            if block in self._known:
-                self._flush(tokens[:last], payloads, origin)
-                continue
-            payloads.append(Payload(block, self._cut(block * size, stop)))
-            self._known.add(block)
-            last = stop
-        self._flush(tokens[:last], payloads, origin)
-
-    def put_prompt_end(self, prompt: Tokens, logits: Bytes | None) -> None:
-        """Put the prompt's last block, or what it lacks: its state, the logits after it."""
-        size = self._storage.block_tokens
-        block = (len(prompt) - 1) // size
-        parts: dict[str, Bytes] = {}
-        if block not in self._known:
-            parts = self._cut(block * size, len(prompt))
-            self._known.add(block)
-        if logits is not None:
-            parts["logits"] = logits
-        if parts:
-            self._flush(prompt, [Payload(block, parts)], "prefill")
-
-    def put_generated(self, tokens: Tokens, start: int) -> None:
-        """Put what decoding added to ``start`` tokens: whole blocks, and the tail there is."""
-        self._exact = False  # one forward per token gives other bits than one per block
-        self._known = {
-            block for block in self._known if (block + 1) * self._storage.block_tokens <= start
-        }
-        self.put_range(tokens, start, len(tokens), origin="decode")
-
-    def _flush(self, tokens: Tokens, payloads: list[Payload], origin: str) -> None:
-        if payloads:
-            ticket = self._storage.put(
-                tokens, list(payloads), origin=origin, exact=self._exact, advance=self._running
-            )
-            if ticket is not None:
-                self.tickets.append(ticket)
-            payloads.clear()

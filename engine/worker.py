@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from engine import cachekinds, mlxlm, models
+from engine import batchkinds, cachekinds, mlxlm, models
 from engine.blas import Blas
 from engine.buildcheck import open_storage
-from engine.events import Event, Request
+from engine.device import DeviceBuffers
+from engine.events import Request
 from engine.generation import Generation
+from engine.guard import Guard
+from engine.memory import gauges
 from engine.options import EngineOptions
+from engine.plan import FULL_ATTENTION
 from engine.prefill import check_step
+from engine.restore import Buffers, capacity_for
 from engine.storage import Storage
 from kvdb.errors import KvdbError, ModelError, UsageError
 from kvdb.identity import check_block_tokens
 from kvdb.layout import Layout
+from kvdb.ramtier import RamTier
 
 if TYPE_CHECKING:
     from kvdb.store import Store
+
+# Key spaces of salted requests that are kept at hand.
+MAX_SALTS = 256
+# The RAM tier's budget is the host's: of a device it takes at most this part.
+DEVICE_SHARE = 4
 
 log = logging.getLogger("kvdb.engine")
 
@@ -41,6 +53,7 @@ class Worker:
         model_options: models.ModelOptions,
         options: EngineOptions,
         blas: Blas,
+        guard: Guard | None = None,
     ) -> None:
         began = time.perf_counter()
         self.block_tokens = check_block_tokens(options.block_tokens)
@@ -50,9 +63,21 @@ class Worker:
         self.blas = blas
         self.observe: Callable[[mx.array], None] | None = None
         self.layout, self.vocabulary = self._layout()
+        self.needs = FULL_ATTENTION if self.layout is None else cachekinds.needs(self.layout)
         self.description = mlxlm.build_description(self.model.model, blas)
-        self.storage = None if store is None else self._storage(store, options.salt)
+        self.alone = self._alone()
+        self.salt = options.salt
+        self._store = store
+        self._salted: dict[bytes, Storage | None] = {}
+        self.storage = self._storage(options.salt)
         self._load_ms = self.loaded.load_seconds * 1e3
+        if self.storage is None:
+            self._store = None  # it cannot be used
+        self.guard = guard or Guard(options.max_memory, gauges())
+        for tier in self._tiers():
+            self.guard.include(tier)
+        self.guard.settle()
+        self.steps = self.guard.steps(self.block_tokens)
         self._warmup_ms = (time.perf_counter() - began) * 1e3 - self._load_ms
 
     def new_caches(self) -> list[Any]:
@@ -60,32 +85,83 @@ class Worker:
         options = self.loaded.options
         return mlxlm.new_cache(self.model.model, options.kv_bits, options.kv_group_size)
 
-    def run(self, request: Request, cancelled: Callable[[], bool]) -> Iterator[Event]:
-        """The events of one request. Raises PromptError or UsageError before the first event. The
-        first request bears the time it took to load the model and to set up the rest."""
-        load_ms, self._load_ms = self._load_ms, 0.0
-        warmup_ms, self._warmup_ms = self._warmup_ms, 0.0
-        return Generation(self, request, cancelled, load_ms, warmup_ms).events()
+    def _tiers(self) -> Sequence[RamTier[Any]]:
+        """The store's RAM tiers, that of a device with its budget."""
+        store = self._store
+        if store is None:
+            return ()
+        if not mlxlm.host_memory():
+            store.device_ram.resize(min(store.ram.budget, mlxlm.device_bytes() // DEVICE_SHARE))
+        return store.ram, store.device_ram
+
+    def take(self, request: Request) -> Generation:
+        """A request, ready to begin. Raises PromptError or UsageError. The first one bears the
+        time it took to load the model and to set up the rest."""
+        generation = Generation(self, request, load_ms=self._load_ms, warmup_ms=self._warmup_ms)
+        self._load_ms = self._warmup_ms = 0.0
+        return generation
+
+    def state_bytes(self, tokens: int) -> int:
+        """How much memory the state of ``tokens`` tokens takes, as far as that is known."""
+        if self.layout is None:
+            return 0
+        whole = capacity_for(tokens, 0)
+        return sum(
+            part.nbytes(min(whole, part.window or whole))
+            for part in self.layout.parts
+            if part.kind != "logits"
+        )
+
+    def buffers(self, layout: Layout, capacity: int) -> Buffers:
+        """What a request restores into: memory that the store can reach, or the device's."""
+        if mlxlm.host_memory() or self._store is None:
+            return Buffers(layout, capacity)
+        return DeviceBuffers(layout, self._store.device_ram)
+
+    def storage_for(self, salt: bytes) -> Storage | None:
+        """The key space of requests with ``salt``; without one, the engine's own."""
+        if not salt or self.storage is None:
+            return self.storage
+        if salt not in self._salted:
+            while len(self._salted) >= MAX_SALTS:
+                del self._salted[next(iter(self._salted))]
+            self._salted[salt] = self._storage(_joined(self.salt, salt))
+        return self._salted[salt]
+
+    def _alone(self) -> str | None:
+        """Why no request of this model can decode together with others, None if it can. A forward
+        of two is built, never computed, to see whether the model takes one."""
+        caches = self.new_caches(), self.new_caches()
+        if reason := batchkinds.alone_reason(caches[0]):
+            return reason
+        model = self.model.model
+        try:
+            for each in caches:
+                model(mx.zeros((1, 1), mx.uint32), cache=each)
+            joined = [batchkinds.join(layers, (1, 1)) for layers in zip(*caches, strict=True)]
+            model(mx.zeros((2, 1), mx.uint32), cache=joined)
+        except (ValueError, TypeError, AttributeError) as error:
+            return f"the model takes no batch: {error}"
+        return None
 
     def _layout(self) -> tuple[Layout | None, int]:
         try:
-            layout = cachekinds.derive_layout(self.model, self.new_caches())
-        except cachekinds.NotStorable as reason:
-            log.warning("the state of %s is not stored: %s", self.loaded.name, reason)
-            layout = None
+            layout, reason, vocabulary = cachekinds.derive_layout(self.model, self.new_caches)
         except (ValueError, RuntimeError) as error:
             bits = self.loaded.options.kv_bits
             if bits is not None:
                 raise UsageError(f"kv_bits {bits} does not fit this model: {error}.") from error
             raise ModelError(f"{self.loaded.name} cannot be run: {error}.") from error
-        return layout, cachekinds.vocabulary_size(self.model, self.new_caches())
+        if reason is not None:
+            log.warning("the state of %s is not stored: %s", self.loaded.name, reason)
+        return layout, vocabulary
 
-    def _storage(self, store: Store, salt: bytes) -> Storage | None:
-        if self.layout is None:
+    def _storage(self, salt: bytes) -> Storage | None:
+        if self.layout is None or self._store is None:
             return None
         try:
             return open_storage(
-                store,
+                self._store,
                 self.loaded.identity,
                 self.layout,
                 self.description,
@@ -98,3 +174,10 @@ class Worker:
         except KvdbError as error:
             log.warning("going on without the store: %s", error)
             return None
+
+
+def _joined(engine: bytes, request: bytes) -> bytes:
+    """One salt of two, such that no other two give the same."""
+    digest = hashlib.sha256(b"kvdb/salt/1\0" + len(engine).to_bytes(8, "little"))
+    digest.update(engine + request)
+    return digest.digest()

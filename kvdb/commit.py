@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvdb import holding, index, quotas, retention
+from kvdb import holding, index, quotas, retention, thinning
 from kvdb.clock import Environment
 from kvdb.codecs import Codec
 from kvdb.compaction import Compactor
@@ -20,10 +20,12 @@ from kvdb.errors import KvdbError
 from kvdb.history import trim_history
 from kvdb.identity import ROOT_PARENT, Checksum, encode_extra, extra_by_block
 from kvdb.limit import Limit
+from kvdb.ramtier import PartKey, RamTier, admit
 from kvdb.reader import ShardReader
 from kvdb.reservation import Reservation, Reservations
 from kvdb.retention import Retention
 from kvdb.shards import (
+    Bytes,
     NamespaceRecord,
     ShardBlock,
     ShardPart,
@@ -99,6 +101,7 @@ class Committer:
         compactor: Compactor,
         reader: ShardReader,
         spreader: Spreader,
+        ram: RamTier[Bytes],
     ) -> None:
         self._database = database
         self._limit = limit
@@ -109,6 +112,7 @@ class Committer:
         self._compactor = compactor
         self._reader = reader
         self._spreader = spreader
+        self._ram = ram
         self._pinned = False
 
     def commit(self, jobs: Sequence[PutJob], tasks: Sequence[Task]) -> None:
@@ -144,9 +148,21 @@ class Committer:
             raise
         for ticket, stored in visible.counted:
             ticket.count(stored=int(stored), present=int(not stored))
+        self._admit(published)
         if dead:
             self._retention.sweep_dead()
         self._reader.sweep()
+
+    def _admit(self, published: Sequence[_Placed]) -> None:
+        """Let new blocks into the RAM tier as they are: being put was their first use."""
+        if not (self._ram.budget and self._codec.lossless):
+            return
+        for _, shard in published:
+            for member in shard.staged:
+                for part in member.block.parts:
+                    raw = member.payload.parts[part.part]
+                    key = PartKey(member.block.hash, part.part, part.checksum)
+                    admit(self._ram, key, raw)
 
     def _unless_pinned(
         self, jobs: Sequence[PutJob], tasks: Sequence[Task]
@@ -370,8 +386,13 @@ class _Visible:
     def insert(self, jobs: Sequence[PutJob]) -> None:
         for job in jobs:
             tip = self._insert_job(job)
-            if job.advance_id is not None and tip is not None:
+            if tip is None:
+                continue
+            if job.advance_id is not None:
                 holding.move_sequence(self._connection, job.advance_id, tip)
+            layout, size = job.namespace.layout, job.namespace.block_tokens
+            if thinning.due(layout, size, len(job.tokens)):
+                self.emptied += thinning.thin(self._connection, layout, size, tip, self._now)
 
     def dropped(self, jobs: Sequence[PutJob], block_bytes: int) -> dict[str, int]:
         """How many blocks were not stored, by counter."""

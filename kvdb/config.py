@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdb.errors import UsageError
+from kvdb.machine import memory_bytes
 
 PREFIX = "KVDB_"
 FILE_NAME = "kvdb.toml"
@@ -78,6 +79,21 @@ def size(value: object) -> int:
     if number < 0:
         raise ValueError("is below 0")
     return int(number * _UNITS[unit])
+
+
+def memory(value: object) -> int:
+    """Bytes from a size, or from a share of this machine's memory such as ``20%``. Raises
+    ValueError."""
+    share = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", str(value))
+    if share is None:
+        return size(value)
+    if float(share[1]) > 100:
+        raise ValueError("is more than 100%")
+    return int(memory_bytes() * float(share[1]) / 100)
+
+
+def _optional_memory(value: object) -> int | None:
+    return None if str(value).lower() in ("", "none") else memory(value)
 
 
 def _optional_size(value: object) -> int | None:
@@ -156,6 +172,12 @@ SETTINGS: Mapping[str, Setting] = {
         Setting("history_evictions", _optional_count, _nothing, "newest evictions to keep"),
         Setting("history_hours", _optional_count, _nothing, "hours of hourly totals to keep"),
         Setting("block_tokens", _count, lambda: 256, "tokens of one block"),
+        Setting(
+            "ram", memory, lambda: memory("20%"), "RAM for blocks in use: bytes, or 20%; 0 off"
+        ),
+        Setting("max_memory", _optional_memory, _nothing, "most memory of the process"),
+        Setting("read_workers", _count, lambda: 4, "threads that read blocks"),
+        Setting("read_ahead", _count, lambda: 3, "blocks read before they are needed"),
         Setting("reuse", _one_of("max", "exact"), lambda: "max", "how state is reused"),
     )
 }

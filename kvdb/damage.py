@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TypeVar
 
 from kvdb import index
 from kvdb.clock import Environment
@@ -16,6 +17,22 @@ from kvdb.retention import Retention
 log = logging.getLogger("kvdb.reader")
 
 ReportDamage = Callable[[Location, Damaged], Location | None]
+R = TypeVar("R")
+
+
+def read_or_report(
+    report: ReportDamage, place: Location | None, read: Callable[[Location], R]
+) -> R | None:
+    """What ``read`` makes of a part, looked up once more where it moved meanwhile (compaction);
+    None when it is gone or damaged."""
+    for _ in range(2):
+        if place is None:
+            return None
+        try:
+            return read(place)
+        except Damaged as damage:
+            place = report(place, damage)
+    return None
 
 
 class DamageDesk:

@@ -62,6 +62,10 @@ class OutOfSpace(KvdbError):
     """The disk or the store's own limit leaves no room."""
 
 
+class OutOfMemory(KvdbError):
+    """A request does not fit the memory that the process may use."""
+
+
 def disk_error(root: Path, error: OSError) -> KvdbError:
     """The typed error for what the file system refused at the store in ``root``."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

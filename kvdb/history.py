@@ -43,6 +43,7 @@ class RequestRecord:
     bytes_remote: int = 0
     load_ms: float | None = None
     warmup_ms: float | None = None
+    queued_ms: float | None = None
     lookup_ms: float | None = None
     restore_ms: float | None = None
     prefill_ms: float | None = None

@@ -86,7 +86,24 @@ ROOTS = (
     "WHERE b.parent_id IS NULL AND b.namespace_id = ? AND b.state = 'live' "
     "ORDER BY b.id DESC LIMIT ?"
 )
-LAST_EVICTION = "SELECT reason FROM evictions WHERE block_hash = ? ORDER BY id DESC LIMIT 1"
+# Tails (blocks shorter than a full one) that end in a recurrent state, under some parents.
+STATE_TAILS = (
+    "SELECT b.id, b.hash, b.depth, b.token_count, b.exact, b.build_id, t.tokens, t.extra "
+    "FROM blocks AS b JOIN block_tokens AS t ON t.block_id = b.id "
+    "WHERE b.parent_id IN (SELECT value FROM json_each(?1)) AND b.state = 'live' "
+    "AND b.token_count < ?2 AND EXISTS "
+    "(SELECT 1 FROM parts WHERE block_id = b.id AND part >= 'state:' AND part < 'state;') "
+    "ORDER BY b.depth DESC, b.token_count DESC, b.id DESC LIMIT ?3"
+)
+STATE_ROOTS = STATE_TAILS.replace(
+    "b.parent_id IN (SELECT value FROM json_each(?1))",
+    "b.parent_id IS NULL AND b.namespace_id = ?1",
+)
+# Why a block is not there: a part that was thinned out is not why.
+LAST_EVICTION = (
+    "SELECT reason FROM evictions WHERE block_hash = ? AND reason <> 'replaced' "
+    "ORDER BY id DESC LIMIT 1"
+)
 ANY_CHILD = "SELECT 1 FROM blocks WHERE parent_id = ? LIMIT 1"
 ANY_BLOCK = "SELECT 1 FROM blocks LIMIT 1"
 INSERT_BLOCK = (
@@ -113,17 +130,20 @@ INSERT_EVICTION = (
     "FROM blocks WHERE id = ?"
 )
 # A tail that a longer sibling contains is the first victim: tick 0. Only the newest are looked at.
+# One that ends in a recurrent state is more than a copy.
 SHORTER_CHILDREN = (
     "SELECT b.id, t.tokens FROM (SELECT id, token_count, state, refs FROM blocks "
     "WHERE parent_id = ? ORDER BY id DESC LIMIT 64) AS b "
     "JOIN block_tokens AS t ON t.block_id = b.id "
-    "WHERE b.token_count < ? AND b.state = 'live' AND b.refs = 0"
+    "WHERE b.token_count < ? AND b.state = 'live' AND b.refs = 0 AND NOT EXISTS "
+    "(SELECT 1 FROM parts WHERE block_id = b.id AND part >= 'state:' AND part < 'state;')"
 )
 SHORTER_ROOTS = (
     "SELECT b.id, t.tokens FROM (SELECT id, token_count, state, refs FROM blocks "
     "WHERE parent_id IS NULL AND namespace_id = ? ORDER BY id DESC LIMIT 64) AS b "
     "JOIN block_tokens AS t ON t.block_id = b.id "
-    "WHERE b.token_count < ? AND b.state = 'live' AND b.refs = 0"
+    "WHERE b.token_count < ? AND b.state = 'live' AND b.refs = 0 AND NOT EXISTS "
+    "(SELECT 1 FROM parts WHERE block_id = b.id AND part >= 'state:' AND part < 'state;')"
 )
 SUPERSEDE = "UPDATE blocks SET queue = 'cold', last_access = 0, prev_access = 0 WHERE id = ?"
 

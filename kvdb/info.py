@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvdb import index
 from kvdb.driver import SQLITE_VERSION, has_wal_reset_bug
 from kvdb.limit import volume_bytes
+from kvdb.ramtier import RamStats
 
 if TYPE_CHECKING:
     from kvdb.store import Store
@@ -25,11 +26,18 @@ class NamespaceInfo:
     live_tokens: int
     live_bytes: int
 
+    @property
+    def bytes_per_token(self) -> int | None:
+        """Stored bytes of all parts over the tokens of live blocks; None where there are none."""
+        return self.live_bytes // self.live_tokens if self.live_tokens else None
+
 
 @dataclass(frozen=True, slots=True)
 class StoreInfo:
     """Totals of a store; sizes in bytes. ``bytes`` counts the whole directory as the limit does,
-    ``leftovers`` are shards that a dead process was writing or removing."""
+    ``leftovers`` are shards that a dead process was writing or removing. All requests together took
+    ``bytes_read`` from shards and ``bytes_ram`` from RAM; ``ram`` is the RAM tier of this
+    process."""
 
     path: str
     read_only: bool
@@ -55,6 +63,9 @@ class StoreInfo:
     user_version: int
     counters: dict[str, int]
     settings: dict[str, str]
+    bytes_read: int
+    bytes_ram: int
+    ram: RamStats
     namespaces: tuple[NamespaceInfo, ...]
 
 
@@ -102,5 +113,8 @@ def collect_info(store: Store) -> StoreInfo:
             user_version=number("PRAGMA user_version"),
             counters=counters,
             settings=dict(connection.execute("SELECT key, value FROM settings").fetchall()),
+            bytes_read=number("SELECT coalesce(sum(bytes_read), 0) FROM request_totals"),
+            bytes_ram=number("SELECT coalesce(sum(bytes_ram), 0) FROM request_totals"),
+            ram=store.ram.stats(),
             namespaces=namespaces,
         )

@@ -82,13 +82,28 @@ class TensorSpec:
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """The cache of one layer. ``kind`` names the cache class; ``attributes`` hold what changes the
-    meaning of the bytes without changing their shape (bits, group size, window, rope)."""
+    meaning of the bytes without changing their shape (bits, group size, window, rope).
+
+    A layer with a ``window`` looks at that many tokens back and no further; one of kind ``state``
+    holds what all tokens up to a block's end come to. Neither is required: a block without them
+    is whole, it only cannot be where a restore ends."""
 
     kind: str
     tensors: tuple[TensorSpec, ...]
     part_kind: PartKind = "kv"
     required: bool = True
     attributes: tuple[tuple[str, str | int | float | bool | None], ...] = ()
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a sliding layer looks back at; None for one that sees all."""
+        window = dict(self.attributes).get("window")
+        return window if isinstance(window, int) else None
+
+
+# The last layer of a layout without full attention: token ids, so that every block has a part that
+# says it is there, whatever else of it is dropped or was never cut.
+TOKEN_MARK = LayerSpec("Tokens", (TensorSpec("ids", "U32", (1,), 1),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +115,21 @@ class PartSpec:
     layers: tuple[int, ...]
     tensors: tuple[TensorSpec, ...]
     required: bool
+    window: int | None = None
 
     def nbytes(self, tokens: int) -> int:
         """Raw bytes of this part in a block of ``tokens`` tokens."""
         return len(self.layers) * sum(tensor.nbytes(tokens) for tensor in self.tensors)
+
+    @property
+    def is_mark(self) -> bool:
+        """True for the token ids that stand in for full attention (see TOKEN_MARK)."""
+        return self.tensors == TOKEN_MARK.tensors
+
+    @property
+    def sees_all(self) -> bool:
+        """True for full attention: every token before a restore's end is needed."""
+        return self.kind == "kv" and self.window is None and not self.is_mark
 
     @property
     def cuttable(self) -> bool:
@@ -171,6 +197,7 @@ class Layout:
                 tuple(indices),
                 layer.tensors,
                 layer.required,
+                layer.window,
             )
             for n, (layer, indices) in enumerate(groups.items())
         ]
@@ -186,6 +213,16 @@ class Layout:
     def required(self) -> tuple[str, ...]:
         """Names of the parts without which a block is not live."""
         return tuple(part.name for part in self.parts if part.required)
+
+    @cached_property
+    def windows(self) -> dict[str, int]:
+        """Parts of sliding layers, and how many tokens before a restore's end each needs."""
+        return {part.name: part.window for part in self.parts if part.window is not None}
+
+    @cached_property
+    def states(self) -> tuple[str, ...]:
+        """Parts of recurrent layers: a restore ends only where all of them are stored."""
+        return tuple(part.name for part in self.parts if part.kind == "state")
 
     @property
     def cuttable(self) -> bool:

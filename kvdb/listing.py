@@ -84,7 +84,8 @@ LISTINGS: Mapping[str, Listing] = {
             AND (:state IS NULL OR s.state = :state)
             AND (:since IS NULL OR s.created_at >= :since)
             AND (:until IS NULL OR s.created_at < :until)
-            AND (:model IS NULL OR n.model LIKE '%' || :model || '%')
+            AND (:model IS NULL OR n.id IN
+                (SELECT id FROM namespaces WHERE model LIKE '%' || :model || '%'))
             AND (:tenant IS NULL OR n.tenant = :tenant)
         ORDER BY s.id DESC
         LIMIT :limit
@@ -122,7 +123,8 @@ LISTINGS: Mapping[str, Listing] = {
             AND (:since IS NULL OR s.created_at >= :since)
             AND (:until IS NULL OR s.created_at < :until)
             AND (:min_tokens IS NULL OR b.depth * n.block_tokens + b.token_count >= :min_tokens)
-            AND (:model IS NULL OR n.model LIKE '%' || :model || '%')
+            AND (:model IS NULL OR n.id IN
+                (SELECT id FROM namespaces WHERE model LIKE '%' || :model || '%'))
             AND (:tenant IS NULL OR s.tenant = :tenant)
         ORDER BY s.id DESC
         LIMIT :limit
@@ -144,7 +146,8 @@ LISTINGS: Mapping[str, Listing] = {
             AND (:since IS NULL OR r.started_at >= :since)
             AND (:until IS NULL OR r.started_at < :until)
             AND (:min_tokens IS NULL OR r.prompt_tokens >= :min_tokens)
-            AND (:model IS NULL OR n.model LIKE '%' || :model || '%')
+            AND (:model IS NULL OR n.id IN
+                (SELECT id FROM namespaces WHERE model LIKE '%' || :model || '%'))
         ORDER BY r.id DESC
         LIMIT :limit
         """,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,6 +14,9 @@ from kvdb import index
 from kvdb.driver import Connection
 from kvdb.identity import ExtraKey, Tokens, chain_hashes, encode_extra, extra_by_block
 from kvdb.layout import Layout
+
+# The deepest tails come first: more than these are not looked at.
+MAX_STATE_TAILS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,8 @@ class PartRef(NamedTuple):
 
 
 class SharedTail(NamedTuple):
-    """A stored block whose first ``token_count`` tokens continue the matched blocks."""
+    """A stored block beside the matched ones whose first ``token_count`` tokens are the prompt's:
+    a child of the last one, or, in a layout with states, a tail that ends in one."""
 
     block: MatchedBlock
     token_count: int
@@ -124,6 +129,18 @@ class Match:
         return self.blocks[self.holes[0]].start if self.holes else self.token_count
 
     @property
+    def reach(self) -> int:
+        """Tokens up to which state could be restored, were no payload gone: to the end of the
+        blocks and the shared tail, or, in a layout with states, to the deepest of these."""
+        shared = self.shared
+        tail = 0 if shared is None else shared.block.start + shared.token_count
+        states = set(self.namespace.layout.states)
+        if not states:
+            return max(self.token_count, tail)
+        ends = [block.end for block in self.blocks if states <= block.parts.keys()]
+        return max([tail, *ends[-1:]])
+
+    @property
     def complete(self) -> bool:
         """True when ``blocks`` cover the whole prompt (holes included)."""
         return self.matched == len(self.hashes)
@@ -160,12 +177,17 @@ def find_match(
     rows: list[tuple[Any, ...]] = []
     if tip_id is not None:
         rows = connection.execute(index.CHAIN_PARTS, (tip_id,)).fetchall()
-    shared = None
-    if share_tail and exact_build is None and count < len(hashes) and namespace.layout.cuttable:
-        shared = _shared_tail(connection, namespace, tokens, extra_keys, count, tip_id)
     match = Match(
-        namespace, tokens, tuple(extra_keys), tuple(hashes), count, rows, exact_build, shared, None
+        namespace, tokens, tuple(extra_keys), tuple(hashes), count, rows, exact_build, None, None
     )
+    if share_tail and exact_build is None:
+        shared = None
+        if namespace.layout.states:
+            shared = _state_tail(connection, match)
+        elif count < len(hashes) and namespace.layout.cuttable:
+            shared = _shared_tail(connection, namespace, tokens, extra_keys, count, tip_id)
+        if shared is not None:
+            match = replace(match, shared=shared)
     reason = _miss_reason(connection, match)
     return match if reason is None else replace(match, miss_reason=reason)
 
@@ -197,12 +219,43 @@ def _shared_tail(
         count = common_prefix(rest, np.frombuffer(row[6], dtype="<u4"))
         if count > best_count:
             best, best_count = row, count
-    if best is None:
-        return None
-    id_, hash_, depth, token_count, exact, build_id = best[:6]
+    return None if best is None else _tail(connection, best, start, best_count)
+
+
+def _tail(connection: Connection, row: Sequence[Any], start: int, token_count: int) -> SharedTail:
+    id_, hash_, depth, tokens, exact, build_id = row[:6]
     parts = {row[0]: PartRef(id_, *row) for row in connection.execute(index.BLOCK_PARTS, (id_,))}
-    block = MatchedBlock(id_, hash_, depth, start, token_count, True, bool(exact), build_id, parts)
-    return SharedTail(block, best_count)
+    block = MatchedBlock(id_, hash_, depth, start, tokens, True, bool(exact), build_id, parts)
+    return SharedTail(block, token_count)
+
+
+def _state_tail(connection: Connection, match: Match) -> SharedTail | None:
+    """The tail that ends in the deepest state, if that lies deeper than what the matched blocks
+    themselves hold, and before the prompt's last token: the last one's logits are not in it."""
+    namespace, states = match.namespace, set(match.namespace.layout.states)
+    size, last = namespace.block_tokens, len(match.tokens) - 1
+    held = [b.index for b in match.blocks if b.live and b.end <= last and states <= b.parts.keys()]
+    first = held[-1] if held else -1
+    # Tails under the block that holds the deepest state, or under a later one.
+    parents = [block.id for block in match.blocks if block.index >= max(first, 0)]
+    rows: list[tuple[Any, ...]] = []
+    if parents:
+        keys: tuple[Any, ...] = (json.dumps(parents), size, MAX_STATE_TAILS)
+        rows = connection.execute(index.STATE_TAILS, keys).fetchall()
+    if first < 0:
+        keys = (namespace.id, size, MAX_STATE_TAILS)
+        rows += connection.execute(index.STATE_ROOTS, keys).fetchall()
+    extras = extra_by_block(match.extra_keys, size)
+    for row in rows:
+        depth, count, own = row[2], row[3], np.frombuffer(row[6], dtype="<u4")
+        start = depth * size
+        if start + count > last or row[7] != encode_extra(extras.get(depth, [])):
+            continue
+        if np.array_equal(match.tokens[start : start + count], own):
+            tail = _tail(connection, row, start, count)
+            if states <= tail.block.parts.keys():
+                return tail
+    return None
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
@@ -231,7 +284,7 @@ def _miss_reason(connection: Connection, match: Match) -> str | None:
     if hole is not None:
         return "missing"
     shared = match.shared
-    if shared is not None:
+    if shared is not None and shared.block.index == match.matched:
         return "diverged" if shared.token_count < shared.block.token_count else "not_stored"
     if match.matched:
         child = connection.execute(index.ANY_CHILD, (match.tip_id,)).fetchone()

@@ -32,10 +32,11 @@ from kvdb.errors import (
 )
 from kvdb.limit import MIN_MAX_BYTES, Limit, default_max_bytes, default_min_free_bytes, volume_bytes
 from kvdb.locks import FileLock, WriterLock
-from kvdb.reader import ShardReader
+from kvdb.ramtier import RamTier
+from kvdb.reader import Bytes, ShardReader
 from kvdb.reservation import Reservations
 from kvdb.retention import Retention
-from kvdb.spread import Spreader
+from kvdb.spread import MAX_WORKERS, Spreader
 from kvdb.store import Store
 from kvdb.writer import Writer
 
@@ -48,6 +49,7 @@ DEFAULT_SETTINGS = {
 # Options that the store itself remembers.
 REMEMBERED = ("max_bytes", "min_free_bytes", *DEFAULT_SETTINGS)
 DEFAULT_QUEUE_BYTES = 256 << 20
+DEFAULT_READ_AHEAD = 3
 OUR_NAMES = (*FOLDERS, "store.lock", "writer.lock", "ballast")
 LOCK_WAIT_SECONDS = 10.0
 OLD_SCHEMA = "The store at {} has the older schema {}; run kvdb migrate."
@@ -60,7 +62,8 @@ class _OldSchema(KvdbError):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to open a store; see :func:`open_store`."""
+    """How to open a store; see :func:`open_store`. ``ram`` is the budget of the RAM tier in bytes,
+    ``read_workers`` threads read, and up to ``read_ahead`` blocks wait for who uses them."""
 
     create: bool = True
     read_only: bool = False
@@ -69,6 +72,9 @@ class Options:
     durability: str = "process"
     codec: str = "raw"
     queue_bytes: int = DEFAULT_QUEUE_BYTES
+    ram: int = 0
+    read_workers: int = MAX_WORKERS
+    read_ahead: int = DEFAULT_READ_AHEAD
     history_requests: int | None = None
     history_evictions: int | None = None
     history_hours: int | None = None
@@ -93,9 +99,11 @@ def open_store(
     if options.durability not in ("process", "power"):
         raise UsageError(f"durability must be process or power, not {options.durability!r}.")
     codec = get_codec(options.codec)
+    if options.ram < 0 or options.read_workers < 1 or options.read_ahead < 1:
+        raise UsageError("ram must be 0 or more, read_workers and read_ahead at least 1.")
     with usable(root):
         if options.read_only:
-            return _open_read_only(root, environment)
+            return _open_read_only(root, options, environment)
         fs = fs or FileSystem(full=options.durability == "power")
         _prepare_folder(fs, root, options.create)
 
@@ -175,9 +183,19 @@ def _open_writable(
     damage = DamageDesk(database, environment, retention)
     reservations = Reservations(database, limit, fs, environment, process_id)
     compactor = Compactor(database, limit, reader, reservations, retention, damage.report)
-    spreader = Spreader()
+    spreader = Spreader(options.read_workers)
+    ram: RamTier[Bytes] = RamTier(options.ram)
     committer = Committer(
-        database, limit, retention, environment, codec, reservations, compactor, reader, spreader
+        database,
+        limit,
+        retention,
+        environment,
+        codec,
+        reservations,
+        compactor,
+        reader,
+        spreader,
+        ram,
     )
     writer = Writer(
         committer.commit,
@@ -196,6 +214,8 @@ def _open_writable(
         compactor=compactor,
         damage=damage,
         spreader=spreader,
+        ram=ram,
+        read_ahead=options.read_ahead,
         writer=writer,
         process_id=process_id,
         locks=(store_lock, writer_lock),
@@ -204,7 +224,7 @@ def _open_writable(
     )
 
 
-def _open_read_only(root: Path, environment: Environment) -> Store:
+def _open_read_only(root: Path, options: Options, environment: Environment) -> Store:
     if root.is_file():
         raise NotAStore(f"{root} is a file, not a kvdb store.")
     if not root.is_dir():
@@ -235,7 +255,9 @@ def _open_read_only(root: Path, environment: Environment) -> Store:
         FileSystem(),
         environment,
         damage=DamageDesk(database, environment, None),
-        spreader=Spreader(),
+        spreader=Spreader(options.read_workers),
+        ram=RamTier(options.ram),
+        read_ahead=options.read_ahead,
         locks=() if lock is None else (lock,),
         durability="process",
     )

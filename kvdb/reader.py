@@ -30,6 +30,7 @@ Bytes = npt.NDArray[np.uint8]
 # Per layer, per tensor, an array with the token axis at least as long as what is read into it.
 PartBuffers = Sequence[Sequence[npt.NDArray[Any]]]
 MAX_OPEN_SHARDS = 64
+PIECE_BYTES = 256 << 10
 
 
 class Location(NamedTuple):
@@ -92,7 +93,7 @@ class _Rows(NamedTuple):
     """One tensor's buffer as bytes: ``outer`` rows of ``capacity`` tokens of ``inner`` bytes.
     ``capacity`` is 0 for a tensor without a token axis."""
 
-    flat: memoryview
+    flat: Bytes
     outer: int
     capacity: int
     inner: int
@@ -122,24 +123,34 @@ class PartTarget:
         runs: list[memoryview] = []
         for flat, outer, capacity, inner in self._rows:
             if capacity == 0:
-                runs.append(flat)
+                runs.append(flat.data)
                 continue
             begin, stride, length = start * inner, capacity * inner, tokens * inner
-            runs += [flat[at : at + length] for at in range(begin, begin + outer * stride, stride)]
+            view = flat.data
+            runs += [view[at : at + length] for at in range(begin, begin + outer * stride, stride)]
         return runs
 
     def scatter(self, raw: Bytes, start: int, tokens: int, stored_tokens: int) -> None:
-        """Copy the first ``tokens`` of ``stored_tokens`` tokens of raw bytes into place."""
-        position, view = 0, raw.data
-        for flat, outer, capacity, inner in self._rows:
+        """Copy the first ``tokens`` of ``stored_tokens`` tokens of raw bytes into place. Raises
+        Damaged when there are not as many as the layout says."""
+        stored = [
+            len(flat) if capacity == 0 else outer * stored_tokens * inner
+            for flat, outer, capacity, inner in self._rows
+        ]
+        if sum(stored) != raw.nbytes:
+            raise Damaged(f"part has {raw.nbytes} bytes, not what its layout says")
+        position = 0
+        for (flat, outer, capacity, inner), nbytes in zip(self._rows, stored, strict=True):
+            piece = raw[position : position + nbytes]
+            position += nbytes
             if capacity == 0:
-                flat[:] = view[position : position + len(flat)]
-                position += len(flat)
+                np.copyto(flat, piece)
                 continue
-            for row in range(outer):
-                at = (row * capacity + start) * inner
-                flat[at : at + tokens * inner] = view[position : position + tokens * inner]
-                position += stored_tokens * inner
+            rows = flat.reshape(outer, capacity * inner)
+            np.copyto(
+                rows[:, start * inner : (start + tokens) * inner],
+                piece.reshape(outer, stored_tokens * inner)[:, : tokens * inner],
+            )
 
 
 def _rows(tensor: TensorSpec, array: npt.NDArray[Any], needed: int) -> _Rows:
@@ -158,7 +169,7 @@ def _rows(tensor: TensorSpec, array: npt.NDArray[Any], needed: int) -> _Rows:
             f"Buffer for {tensor.name!r} must be C-contiguous {tensor.dtype} of shape "
             f"{tensor.full_shape(needed)} or longer, not {array.dtype} {array.shape}."
         )
-    flat = array.reshape(-1).view(np.uint8).data
+    flat = array.reshape(-1).view(np.uint8)
     if axis is None:
         return _Rows(flat, 1, 0, len(flat))
     outer = math.prod(array.shape[:axis])
@@ -199,6 +210,13 @@ class ShardReader:
         except (IntegrityError, UsageError, OverflowError, MemoryError) as error:
             raise Damaged(str(error)) from error
 
+    def read_raw(self, location: Location, into: Bytes) -> None:
+        """Fill ``into`` with a part that is stored as it is. Raises Damaged."""
+        with self._descriptor(location.shard) as shard:
+            if location.offset + location.nbytes > shard.size:
+                raise Damaged("part reaches beyond its shard")
+        self._read_runs(location, [into.data])
+
     def read_stored(self, location: Location) -> Bytes:
         """A part's bytes as they are stored, still encoded. Raises Damaged."""
         with self._descriptor(location.shard) as shard:
@@ -221,10 +239,13 @@ class ShardReader:
             if location in shard.verified:
                 _preadv(shard.fd, location.offset, runs)
                 return
-            _preadv(shard.fd, location.offset, runs)
             checksum = Checksum(location.hash, location.part)
-            for run in runs:
-                checksum.update(run)
+            offset = location.offset
+            for piece in _pieces(runs):
+                _preadv(shard.fd, offset, piece)
+                for run in piece:
+                    offset += len(run)
+                    checksum.update(run)
             if checksum.digest() != location.checksum:
                 raise Damaged("checksum mismatch")
             shard.verified.add(location)
@@ -300,6 +321,23 @@ class ShardReader:
             while self._open:
                 self._close_oldest()
             self._verified.clear()
+
+
+def _pieces(runs: list[memoryview]) -> Iterator[list[memoryview]]:
+    """Runs in order, some of them at a time and long ones in parts: as much as a processor's cache
+    holds, so that what was read is still there when its checksum is made."""
+    piece: list[memoryview] = []
+    nbytes = 0
+    for run in runs:
+        for at in range(0, len(run), PIECE_BYTES):
+            part = run[at : at + PIECE_BYTES]
+            if piece and nbytes + len(part) > PIECE_BYTES:
+                yield piece
+                piece, nbytes = [], 0
+            piece.append(part)
+            nbytes += len(part)
+    if piece:
+        yield piece
 
 
 def _preadv(fd: int, offset: int, runs: list[memoryview]) -> None:

@@ -1,28 +1,52 @@
-"""Reads the token-cut parts of a match into final buffers, block by block."""
+"""Reads the parts of a match into final buffers, block by block."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
+from kvdb.damage import read_or_report
 from kvdb.errors import UsageError
 from kvdb.match import Match, MatchedBlock
-from kvdb.reader import Damaged, Location, PartBuffers, PartTarget
+from kvdb.ramtier import PartKey, admit
+from kvdb.reader import Bytes, Location, PartBuffers, PartTarget
 
 if TYPE_CHECKING:
     from kvdb.store import Store
 
 
 @dataclass(frozen=True, slots=True)
+class Want:
+    """One part of some matched ``blocks`` (their indices), and where it goes: token ``start`` of
+    the prompt is the first of ``buffers``, arrays ``[layer][tensor]``. ``shared_tokens`` of the
+    shared tail come too. A part without a token axis is that of a single block."""
+
+    part: str
+    buffers: PartBuffers
+    blocks: tuple[int, ...]
+    start: int = 0
+    shared_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ReadResult:
-    """``bad`` are indices of blocks that could not be read: holes from now on, and their buffers
-    hold anything. ``shared_ok`` is False when the shared tail could not be read. ``nbytes`` were
-    read."""
+    """``bad`` are indices of blocks that could not be read: their buffers hold anything. ``lost``
+    names the parts of them that are gone now. ``shared_ok`` is False when the shared tail could
+    not be read. ``nbytes`` were read from shards, ``ram_nbytes`` came from the RAM tier."""
 
     bad: tuple[int, ...]
+    lost: frozenset[tuple[int, str]]
     shared_ok: bool
     nbytes: int
+    ram_nbytes: int = 0
+
+
+class _Count(NamedTuple):
+    """Bytes read from shards, and bytes from the RAM tier."""
+
+    disk: int
+    ram: int
 
 
 def read_match(
@@ -36,77 +60,135 @@ def read_match(
     specs = [match.namespace.layout.by_name.get(name) for name in into]
     if any(spec is None or not spec.cuttable for spec in specs):
         raise UsageError(f"Only parts that are cut along tokens can be read into: {list(into)}.")
-    if blocks is not None and any(not 0 <= i < len(match.blocks) for i in blocks):
-        raise UsageError(f"The match has {len(match.blocks)} blocks; there are no others to read.")
+    _check_indices(match, () if blocks is None else blocks)
     chosen = [match.blocks[i] for i in (range(len(match.blocks)) if blocks is None else blocks)]
+    live = tuple(block.index for block in chosen if block.live)
+    tail = match.shared.token_count if shared and match.shared is not None else 0
+    wants = [Want(name, buffers, live, 0, tail) for name, buffers in into.items()]
+    result = read_wants(store, match, wants)
+    dead = () if blocks is None else tuple(b.index for b in chosen if not b.live)
+    bad = tuple(sorted({*result.bad, *dead}))
+    return replace(result, bad=bad)
+
+
+def read_wants(store: Store, match: Match, wants: Sequence[Want]) -> ReadResult:
+    """See :meth:`kvdb.store.Store.read_parts`."""
+    for want in wants:
+        if want.part not in match.namespace.layout.by_name:
+            raise UsageError(f"The layout has no part {want.part!r}.")
+        _check_indices(match, want.blocks)
     store.reader.sweep()
-    wanted = [block.id for block in chosen if block.live]
-    tail = match.shared if shared else None
-    end = max((block.end for block in chosen), default=0)
-    if tail is not None:
-        wanted.append(tail.block.id)
-        end = max(end, tail.block.start + tail.token_count)
-    run = _Read(
-        store,
-        {spec.name: PartTarget(spec, into[spec.name], end) for spec in specs if spec is not None},
-        store.locate(wanted),
-    )
-    work = [(block, block.token_count) for block in chosen if block.live]
-    if tail is not None:
-        work.append((tail.block, tail.token_count))
+    store.ram.begin()
+    work = [item for want in wants for item in _items(match, want)]
+    places = store.locate(sorted({item.block.id for item in work}))
     # Reading and verifying leave the interpreter's lock, so blocks overlap on several cores.
-    nbytes = list(store.spread(lambda item: run.block(*item), work))
-    shared_ok = tail is None or nbytes[-1] is not None
-    failed = {block.index for (block, _), read in zip(work, nbytes, strict=True) if read is None}
-    if tail is not None:
-        failed.discard(tail.block.index)
-    bad = [
-        block.index
-        for block in chosen
-        if block.index in failed or (blocks is not None and not block.live)
+    counts = list(store.spread(lambda item: _read(store, places, item), work))
+    failed = [item for item, count in zip(work, counts, strict=True) if count is None]
+    return _result(
+        counts,
+        ((item.block.index, item.part) for item in failed if not item.shared),
+        shared_ok=not any(item.shared for item in failed),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """The first ``tokens`` tokens of a block's part, to land at token ``position`` of a target."""
+
+    part: str
+    target: PartTarget
+    block: MatchedBlock
+    position: int
+    tokens: int
+    shared: bool
+
+
+def _check_indices(match: Match, blocks: Sequence[int]) -> None:
+    if any(not 0 <= index < len(match.blocks) for index in blocks):
+        raise UsageError(f"The match has {len(match.blocks)} blocks; there are no others to read.")
+
+
+def _items(match: Match, want: Want) -> list[_Item]:
+    chosen = [(match.blocks[i], match.blocks[i].token_count, False) for i in want.blocks]
+    if want.shared_tokens:
+        if match.shared is None:
+            raise UsageError("The match has no shared tail to read.")
+        chosen.append((match.shared.block, want.shared_tokens, True))
+    if any(block.start < want.start for block, *_ in chosen):
+        raise UsageError(f"Blocks of part {want.part!r} begin before the buffers do.")
+    end = max((block.start + tokens for block, tokens, _ in chosen), default=want.start)
+    spec = match.namespace.layout.by_name[want.part]
+    target = PartTarget(spec, want.buffers, end - want.start)
+    return [
+        _Item(want.part, target, block, block.start - want.start, tokens, shared)
+        for block, tokens, shared in chosen
     ]
-    return ReadResult(tuple(bad), shared_ok, sum(read or 0 for read in nbytes))
 
 
-class _Read:
-    """One pass over blocks into fixed targets. Blocks may be read from several threads."""
-
-    def __init__(
-        self,
-        store: Store,
-        targets: Mapping[str, PartTarget],
-        places: Mapping[tuple[int, str], Location],
-    ) -> None:
-        self._store = store
-        self._targets = targets
-        self._places = places
-
-    def block(self, block: MatchedBlock, tokens: int) -> int | None:
-        """Read a block's first ``tokens`` tokens: the stored bytes that took, or None when a part
-        of it is gone or damaged."""
-        nbytes = 0
-        for name, target in self._targets.items():
-            read = self._part(self._place(block, name), target, block, tokens)
-            if read is None:
-                return None
-            nbytes += read
-        return nbytes
-
-    def _place(self, block: MatchedBlock, name: str) -> Location | None:
-        place = self._places.get((block.id, name))
-        return place if place is not None and place.hash == block.hash else None
-
-    def _part(
-        self, place: Location | None, target: PartTarget, block: MatchedBlock, tokens: int
-    ) -> int | None:
-        # A part that moved meanwhile (compaction) is looked up once more.
-        for _ in range(2):
-            if place is None:
-                return None
-            try:
-                self._store.reader.read_into(place, target, block.start, tokens, block.token_count)
-            except Damaged as damage:
-                place = self._store.report_damage(place, damage)
-            else:
-                return place.nbytes
+def _read(store: Store, places: Mapping[tuple[int, str], Location], item: _Item) -> _Count | None:
+    """The bytes that reading took, or None when the part is gone or damaged."""
+    place = places.get((item.block.id, item.part))
+    if place is not None and place.hash != item.block.hash:
         return None
+    return read_or_report(store.report_damage, place, lambda place: _fill(store, place, item))
+
+
+def _fill(store: Store, place: Location, item: _Item) -> _Count:
+    """From the RAM tier; else by way of it where it wants the part, else straight from disk."""
+    stored_tokens = item.block.token_count
+    ram, key = store.ram, PartKey.of(place)
+    raw = ram.get(key)
+    if raw is not None:
+        item.target.scatter(raw, item.position, item.tokens, stored_tokens)
+        return _Count(0, raw.nbytes)
+    if ram.wants(key, place.raw_nbytes):
+        raw = store.reader.read(place)
+        item.target.scatter(raw, item.position, item.tokens, stored_tokens)
+        admit(ram, key, raw)
+    else:
+        store.reader.read_into(place, item.target, item.position, item.tokens, stored_tokens)
+    return _Count(place.nbytes, 0)
+
+
+def read_cached(store: Store, place: Location) -> Bytes:
+    """A part's raw bytes from the RAM tier or from disk, not to be changed. Raises Damaged."""
+    key = PartKey.of(place)
+    raw = store.ram.get(key)
+    if raw is None:
+        raw = store.reader.read(place)
+        admit(store.ram, key, raw)
+    return raw
+
+
+def preload_match(store: Store, match: Match) -> ReadResult:
+    """See :meth:`kvdb.store.Store.preload`."""
+    store.ram.begin()
+    parts = [(block, name) for block in match.blocks if block.live for name in block.parts]
+    places = store.locate(sorted({block.id for block, _ in parts}))
+
+    def load(place: Location) -> _Count:
+        held = PartKey.of(place) in store.ram
+        nbytes = read_cached(store, place).nbytes
+        return _Count(0, nbytes) if held else _Count(place.nbytes, 0)
+
+    def load_part(item: tuple[MatchedBlock, str]) -> _Count | None:
+        place = places.get((item[0].id, item[1]))
+        return read_or_report(store.report_damage, place, load)
+
+    counts = list(store.spread(load_part, parts))
+    failed = [item for item, count in zip(parts, counts, strict=True) if count is None]
+    return _result(counts, ((block.index, name) for block, name in failed), shared_ok=True)
+
+
+def _result(
+    counts: Sequence[_Count | None], lost: Iterable[tuple[int, str]], *, shared_ok: bool
+) -> ReadResult:
+    gone = frozenset(lost)
+    read = [count for count in counts if count is not None]
+    return ReadResult(
+        tuple(sorted({index for index, _ in gone})),
+        gone,
+        shared_ok,
+        sum(count.disk for count in read),
+        sum(count.ram for count in read),
+    )

@@ -38,6 +38,10 @@ FIND_SEQUENCE = (
     "SELECT s.id, n.id, n.fingerprint, n.model, n.layout, n.block_tokens FROM sequences AS s "
     "JOIN namespaces AS n ON n.id = s.namespace_id WHERE s.name = ?"
 )
+REQUEST_TIP = (
+    "SELECT b.hash, b.namespace_id FROM requests AS r JOIN blocks AS b ON b.id = r.tip_id "
+    "WHERE r.id = ? AND (b.state = 'live' OR b.refs > 0)"
+)
 # Stored bytes of all blocks under a tenant's named sequences, and under one more tip.
 HELD_BYTES = """
 WITH RECURSIVE held (id) AS (
@@ -248,6 +252,17 @@ def create_sequence(
             now=now,
         )
     return Sequence(store, namespace, id_, name)
+
+
+def request_tip(store: Store, request_id: int) -> tuple[Namespace, bytes]:
+    """The block that a request's stored state ends in, and its namespace. Raises StoreMissing when
+    there is no such request, or nothing of it is held any more."""
+    with store.database.read() as connection:
+        row = connection.execute(REQUEST_TIP, (request_id,)).fetchone()
+    if row is None:
+        raise StoreMissing(f"Of request {request_id} no state is stored; see kvdb ls requests.")
+    hash_, namespace_id = row
+    return next(n for n in store.namespaces() if n.id == namespace_id), bytes(hash_)
 
 
 def find_sequence(store: Store, name: str) -> Sequence:

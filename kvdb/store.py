@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from kvdb.builds import Build, find_or_add_build, set_verdict
 from kvdb.check.verify import VerifyReport, verify_store
 from kvdb.clock import Environment
 from kvdb.compaction import Compactor
-from kvdb.damage import DamageDesk
+from kvdb.damage import DamageDesk, read_or_report
 from kvdb.driver import Database
 from kvdb.durable import FileSystem
 from kvdb.errors import (
@@ -50,15 +50,16 @@ from kvdb.layout import Layout
 from kvdb.limit import Limit
 from kvdb.locks import FileLock, WriterLock
 from kvdb.match import Match, Namespace, PartRef, find_match
-from kvdb.reader import Damaged, Location, PartBuffers, ShardReader
-from kvdb.restore import ReadResult, read_match
+from kvdb.ramtier import RamTier
+from kvdb.reader import Bytes, Damaged, Location, PartBuffers, ShardReader
+from kvdb.restore import ReadResult, Want, preload_match, read_cached, read_match, read_wants
 from kvdb.retention import Retention
 from kvdb.segments import Segment
 from kvdb.sequences import Lease, Sequence, create_sequence, find_sequence
 from kvdb.shards import ORIGINS, NamespaceRecord
 from kvdb.spread import R, Spreader, T
 from kvdb.upkeep import Upkeep
-from kvdb.writer import Payload, PutJob, Ticket, Writer, check_payloads
+from kvdb.writer import Payload, PutJob, Ticket, Writer, check_payloads, fitting
 
 log = logging.getLogger("kvdb.store")
 
@@ -85,6 +86,8 @@ class Store(Upkeep):
         durability: str,
         damage: DamageDesk,
         spreader: Spreader,
+        ram: RamTier[Bytes],
+        read_ahead: int,
         retention: Retention | None = None,
         compactor: Compactor | None = None,
         writer: Writer | None = None,
@@ -98,6 +101,10 @@ class Store(Upkeep):
         self.environment = environment
         self.fs = fs
         self.reader = reader
+        self.ram = ram
+        # For engines: state that stays on a device whose memory the host does not share.
+        self.device_ram: RamTier[Any] = RamTier()
+        self.read_ahead = read_ahead
         self._retention = retention
         self._compactor = compactor
         self._damage = damage
@@ -144,6 +151,8 @@ class Store(Upkeep):
 
     def _release(self) -> None:
         self._spreader.close()
+        self.ram.clear()
+        self.device_ram.clear()
         self.reader.close()
         self.database.close()
         for lock in reversed(self._locks):
@@ -287,27 +296,18 @@ class Store(Upkeep):
         """A match whose blocks are held by a running sequence of this process. On a read-only
         store nothing is held, and a block may vanish before it is read."""
         array = as_tokens(tokens)
-        if self._writer is None:
-            match = self.match(
-                namespace,
-                array,
-                extra_keys=extra_keys,
-                exact_build=exact_build,
-                share_tail=share_tail,
-            )
-            return Lease(match, None)
-        try:
-            return self._hold(namespace, array, extra_keys, exact_build, share_tail, tenant)
-        except (StoreLocked, OutOfSpace, StoreUnavailable, StoreReadOnly):
-            # It cannot be written now: a match that nothing holds is still a match.
-            match = self.match(
-                namespace,
-                array,
-                extra_keys=extra_keys,
-                exact_build=exact_build,
-                share_tail=share_tail,
-            )
-            return Lease(match, None)
+        if self._writer is not None:
+            # When it cannot be written now, a match that nothing holds is still a match.
+            with contextlib.suppress(StoreLocked, OutOfSpace, StoreUnavailable, StoreReadOnly):
+                return self._hold(namespace, array, extra_keys, exact_build, share_tail, tenant)
+        match = self.match(
+            namespace,
+            array,
+            extra_keys=extra_keys,
+            exact_build=exact_build,
+            share_tail=share_tail,
+        )
+        return Lease(match, None)
 
     def _hold(
         self,
@@ -330,7 +330,7 @@ class Store(Upkeep):
                 share_tail=share_tail,
             )
             tip = match.tip_id
-            if match.shared is not None:
+            if match.shared is not None and match.shared.block.index == match.matched:
                 tip = match.shared.block.id  # holds the matched blocks too: it stands on them
             sequence_id = holding.add_sequence(
                 connection,
@@ -361,21 +361,29 @@ class Store(Upkeep):
         """
         return read_match(self, match, into, blocks, shared)
 
+    def read_parts(self, match: Match, wants: Items[Want]) -> ReadResult:
+        """Read chosen parts of chosen blocks into given buffers, in one pass, verified: what a
+        model needs that does not look at every token (see :class:`Want`)."""
+        return read_wants(self, match, wants)
+
     def spread(self, function: Callable[[T], R], items: Items[T]) -> Iterable[R]:
         """Map ``function`` over ``items`` in the store's reader threads."""
         return self._spreader.map(function, items)
 
+    def stream(self, function: Callable[[T], R], items: Items[T]) -> Iterator[R]:
+        """Like :meth:`spread`, but not further ahead of the caller than ``read_ahead``."""
+        return self._spreader.stream(function, items, self.read_ahead)
+
+    def preload(self, match: Match) -> ReadResult:
+        """Bring a match's parts into the RAM tier, verified; without one they are only verified.
+        What cannot be read is in the result, and already dropped from the index."""
+        return preload_match(self, match)
+
     def read_part(self, part: PartRef) -> npt.NDArray[np.uint8] | None:
-        """The raw bytes of one part, verified; None when it is gone or damaged."""
-        location = self.locate([part.block_id]).get((part.block_id, part.part))
-        for _ in range(2):
-            if location is None:
-                return None
-            try:
-                return self.reader.read(location)
-            except Damaged as damage:
-                location = self.report_damage(location, damage)
-        return None
+        """The raw bytes of one part, verified, not to be changed; None when it is gone or
+        damaged."""
+        place = self.locate([part.block_id]).get((part.block_id, part.part))
+        return read_or_report(self.report_damage, place, lambda found: read_cached(self, found))
 
     def locate(self, block_ids: Items[int]) -> dict[tuple[int, str], Location]:
         """Where the parts of some blocks lie now, by (block id, part name)."""
@@ -418,7 +426,7 @@ class Store(Upkeep):
             hashes,
             array,
             tuple(extra_keys),
-            tuple(payloads),
+            fitting(namespace.layout, payloads, self.limit.block_bytes),
             origin,
             exact,
             build_id,

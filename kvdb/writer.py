@@ -19,6 +19,7 @@ import numpy as np
 from kvdb.driver import Connection
 from kvdb.errors import KvdbError, UsageError
 from kvdb.identity import ExtraKey, Tokens
+from kvdb.layout import Layout
 from kvdb.match import Namespace
 from kvdb.shards import Bytes, NamespaceRecord
 
@@ -328,3 +329,13 @@ def check_payloads(namespace: Namespace, tokens: int, payloads: Sequence[Payload
                     f"Part {name!r} of block {payload.index} must be {spec.nbytes(count)} bytes "
                     f"of contiguous uint8, not {part.nbytes} of {part.dtype}."
                 )
+
+
+def fitting(layout: Layout, payloads: Sequence[Payload], block_bytes: int) -> tuple[Payload, ...]:
+    """Payloads without the optional parts that would make a block larger than may be stored."""
+    kept: list[Payload] = []
+    for payload in payloads:
+        parts = {name: raw for name, raw in payload.parts.items() if name in layout.required}
+        large = payload.nbytes > block_bytes and bool(parts)
+        kept.append(Payload(payload.index, parts) if large else payload)
+    return tuple(kept)

@@ -6,6 +6,7 @@ ALTER TABLE requests ADD COLUMN matched_tokens INTEGER;
 ALTER TABLE requests ADD COLUMN bytes_ram INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE requests ADD COLUMN bytes_remote INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE requests ADD COLUMN warmup_ms REAL;
+ALTER TABLE requests ADD COLUMN queued_ms REAL;
 ALTER TABLE requests ADD COLUMN first_sample_ms REAL;
 ALTER TABLE requests ADD COLUMN behind_ms REAL;
 ALTER TABLE requests ADD COLUMN unstored TEXT;
@@ -243,14 +244,15 @@ SELECT
     r.miss_reason,
     r.load_ms,
     r.warmup_ms,
+    r.queued_ms,
     r.lookup_ms,
     r.restore_ms,
     r.prefill_ms,
     r.first_sample_ms,
     r.behind_ms,
     coalesce(
-        r.load_ms + r.warmup_ms + r.lookup_ms + r.restore_ms + r.prefill_ms + r.first_sample_ms
-            - r.behind_ms,
+        r.load_ms + r.warmup_ms + coalesce(r.queued_ms, 0.0) + r.lookup_ms + r.restore_ms
+            + r.prefill_ms + r.first_sample_ms - r.behind_ms,
         coalesce(r.load_ms, 0.0) + r.first_token_ms
     ) AS ttft_ms,
     r.total_ms,

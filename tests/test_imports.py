@@ -33,6 +33,7 @@ LEVELS = {
     "kvdb.identity": 0,
     "kvdb.clock": 0,
     "kvdb.config": 0,
+    "kvdb.machine": 0,
     "kvdb.listing": 0,
     "kvdb.codecs": 0,
     "kvdb.driver": 1,

@@ -7,6 +7,7 @@ what is heavy when they run.
 from __future__ import annotations
 
 import importlib
+import signal
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,7 +35,7 @@ VERBS: Mapping[str, str] = {
     "quota": "Bound what a tenant or a namespace may have stored.",
     "rebuild": "Make the index anew from the shards.",
     "report": "Draw what the store holds and saves, as one HTML page.",
-    "sequences": "List, show, fork and drop named sequences.",
+    "sequences": "Keep state under a name: save, list, show, fork, drop.",
     "shell": "Ask the store at a prompt.",
     "simulate": "Replay a trace: what would hit at which size and policy.",
     "unpin": "Let a pinned block go.",
@@ -71,6 +72,8 @@ class Program(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
+            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see kvdb/__main__.py
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             return super().invoke(ctx)
         except KvdbError as error:
             raise Failure(str(error), error.exit_code) from error

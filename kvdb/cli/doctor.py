@@ -130,6 +130,14 @@ def _engine() -> Iterator[Check]:
     version = importlib.metadata.version("mlx-lm")
     if version.startswith("0.32."):
         yield Check("mlx-lm", "ok", version)
+        from engine.options import ALONE, TOGETHER
+
+        yield Check(
+            "batching",
+            "ok",
+            f"requests decode together on {', '.join(TOGETHER)}; alone on {', '.join(ALONE)}, "
+            "and in exact mode",
+        )
     else:
         yield Check("mlx-lm", "fail", f"{version} is not 0.32", "Install mlx-lm 0.32.")
 

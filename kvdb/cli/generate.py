@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvdb.cli.options import open_store, prepare_engine, setting_option, settings, store_option
+from kvdb.cli.options import (
+    max_memory_option,
+    open_store,
+    prepare_engine,
+    setting_option,
+    settings,
+    store_option,
+)
 from kvdb.cli.output import human_bytes, say
 from kvdb.cli.progress import progress
 from kvdb.cli.prompts import as_chat, read_prompt, template_options
@@ -118,6 +125,7 @@ TERMINATED = 143
     metavar="N",
     help="Tokens of one block: a power of two, 16 to 4096.",
 )
+@max_memory_option
 @click.option("--no-store", is_flag=True, help="Neither use the store nor feed it.")
 @click.option("--stats", is_flag=True, help="The usage as JSON on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Events as JSON, one a line, on stdout.")
@@ -153,7 +161,9 @@ def _generate(*, no_store: bool, stats: bool, as_json: bool, **options: Any) -> 
         trust_remote_code=options["trust_remote_code"],
     )
     engine_options = EngineOptions(
-        block_tokens=values["block_tokens"], step=options["prefill_step_size"]
+        block_tokens=values["block_tokens"],
+        step=options["prefill_step_size"],
+        max_memory=values["max_memory"],
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(_spoken_log())
@@ -231,7 +241,7 @@ def _request(
 
     chat = as_chat(
         prompt,
-        template=_has_template(engine),
+        template=has_template(engine),
         raw=options["ignore_chat_template"],
         system=options["system_prompt"],
     )
@@ -252,7 +262,9 @@ def _request(
     )
 
 
-def _has_template(engine: Engine) -> bool:
+def has_template(engine: Engine) -> bool:
+    """Whether the model has a chat template."""
+
     def ask(worker: Any) -> bool:
         return bool(getattr(worker.loaded.tokenizer, "has_chat_template", False))
 

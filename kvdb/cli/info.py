@@ -31,7 +31,15 @@ def info(as_json: bool) -> None:
         click.echo()
         click.echo(
             table(
-                ("namespace", "model", "block tokens", "blocks", "tokens", "bytes"),
+                (
+                    "namespace",
+                    "model",
+                    "block tokens",
+                    "blocks",
+                    "tokens",
+                    "bytes",
+                    "bytes a token",
+                ),
                 [
                     (
                         n.id,
@@ -40,6 +48,7 @@ def info(as_json: bool) -> None:
                         n.live_blocks,
                         n.live_tokens,
                         human_bytes(n.live_bytes),
+                        "" if n.bytes_per_token is None else human_bytes(n.bytes_per_token),
                     )
                     for n in found.namespaces
                 ],
@@ -75,6 +84,11 @@ def _lines(found: StoreInfo) -> list[tuple[str, str]]:
         ),
         ("shards", f"{found.shards} files, {human_bytes(found.shard_bytes)}"),
         ("history", f"{found.requests} requests, {found.evictions} evictions"),
+        (
+            "restored",
+            f"{human_bytes(found.bytes_read)} from shards, "
+            f"{human_bytes(found.bytes_ram)} from RAM, by all requests",
+        ),
         ("sequences", str(found.sequences)),
         ("processes", str(found.processes)),
         ("leftovers", f"{found.leftovers} of dead processes"),

@@ -35,6 +35,17 @@ def store_option(function: Function) -> Function:
     )(function)
 
 
+def max_memory_option(function: Function) -> Function:
+    """``--max-memory``: what the engine's process may hold."""
+    return setting_option(
+        "max_memory",
+        "--max-memory",
+        metavar="SIZE",
+        help="Most memory of the process: 8GB, or 50% of the machine's. Longer prefills go in "
+        "shorter steps; what cannot fit is refused.",
+    )(function)
+
+
 def settings() -> Settings:
     """All settings, with the flags given so far on top. Raises UsageError."""
     from kvdb import config
@@ -43,9 +54,14 @@ def settings() -> Settings:
 
 
 def open_store(
-    values: Settings | None = None, *, read_only: bool = False, create: bool = False
+    values: Settings | None = None,
+    *,
+    read_only: bool = False,
+    create: bool = False,
+    ram: bool = False,
 ) -> Store:
-    """Open the store that the settings name. Raises what :func:`kvdb.open` raises."""
+    """Open the store that the settings name, with its RAM tier if ``ram``: of use to a process that
+    answers more than one request. Raises what :func:`kvdb.open` raises."""
     import kvdb
 
     values = values or settings()
@@ -58,6 +74,9 @@ def open_store(
         durability=values["durability"],
         codec=values["codec"],
         queue_bytes=values["queue_bytes"],
+        ram=values["ram"] if ram else 0,
+        read_workers=values["read_workers"],
+        read_ahead=values["read_ahead"],
         history_requests=values["history_requests"],
         history_evictions=values["history_evictions"],
         history_hours=values["history_hours"],

@@ -70,6 +70,7 @@ def shell(mode: str, limit: int, timeout: float) -> None:
             run_script(session, sys.stdin)
             return
         import platformdirs
+        import tabulate  # noqa: F401 - now: ^C must not cut it short later
 
         from kvdb.shell import repl
         from kvdb.shell.schema import LiveSchema

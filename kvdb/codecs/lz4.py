@@ -11,6 +11,7 @@ from kvdb.errors import IntegrityError
 
 class Lz4:
     name = "lz4"
+    lossless = True
 
     def encode(self, raw: Bytes) -> Bytes:
         return np.frombuffer(lz4.block.compress(raw.data, store_size=False), dtype=np.uint8)

@@ -8,6 +8,7 @@ from kvdb.errors import IntegrityError
 
 class Raw:
     name = "raw"
+    lossless = True
 
     def encode(self, raw: Bytes) -> Bytes:
         return raw

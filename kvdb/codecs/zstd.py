@@ -13,6 +13,7 @@ MAX_WINDOW_BYTES = 1 << 27
 
 class Zstd:
     name = "zstd"
+    lossless = True
 
     def encode(self, raw: Bytes) -> Bytes:
         frame = zstandard.ZstdCompressor(level=1).compress(raw.data)

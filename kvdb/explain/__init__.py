@@ -74,9 +74,9 @@ def _namespace(id_: int, record: NamespaceRecord) -> Namespace:
 
 
 def _case(match: Match, space: KeySpace, parts: Sequence[Segment], text: Decode | None) -> Case:
-    shared = 0 if match.shared is None else match.shared.token_count
-    hits = shared + sum(block.token_count for block in match.blocks if block.live)
-    matched, tip, reach = match.matched, match.tip_id, match.token_count + shared
+    matched, tip, reach = match.matched, match.tip_id, match.reach
+    gone = sum(match.blocks[index].token_count for index in match.holes)
+    hits = reach if match.namespace.layout.states else reach - gone
     if match.holes:  # what is behind a hole hits, but the hole is what is to be explained
         matched = match.holes[0]
         tip = match.blocks[matched - 1].id if matched else None

@@ -46,6 +46,7 @@ ROW_REASONS = {
     "damaged": "what it needed was damaged",
     "missing": "what it needed was gone",
     "inexact": "exact mode could not use what was there",
+    "no_boundary": "no state or window was stored where what it shared ended",
 }
 
 

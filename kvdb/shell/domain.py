@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvdb.cli.interrupts import noted_interrupts
 from kvdb.functions import human_bytes
 from kvdb.listing import hash_range
 from kvdb.sandbox import SqlResult
@@ -131,14 +132,18 @@ def miss(session: Session, arguments: list[str]) -> None:
         if session.interactive:
             session.say(".miss ID says why one did.")
         return
-    from kvdb.explain import explain_request
-
     request = whole_number(arguments[0].lstrip("#"), "a request's id")
     rows = session.ask(REQUEST, {"id": request}).rows
-    text = None
-    if rows and rows[0][0] is not None:
-        text = session.decoder(rows[0][0])
-    session.show_text("\n".join(explain_request(session.store, request, text).lines()))
+    # An import that ^C cuts short would leave half a module behind.
+    with noted_interrupts() as interrupted:
+        from kvdb.explain import explain_request
+
+        namespace_id = rows[0][0] if rows else None
+        text = None if namespace_id is None else session.decoder(namespace_id)
+        explanation = explain_request(session.store, request, text)
+    if interrupted():
+        raise KeyboardInterrupt
+    session.show_text("\n".join(explanation.lines()))
 
 
 def savings(session: Session, _arguments: list[str]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterable
+import signal
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import click
@@ -71,6 +72,13 @@ def make_prompt(
     def take(event: KeyPressEvent) -> None:
         event.current_buffer.complete_state = None
 
+    @bindings.add("c-c")
+    @bindings.add("<sigint>")
+    def give_up(event: KeyPressEvent) -> None:
+        # One that comes while the prompt is ending is late, which prompt_toolkit calls a crash.
+        if event.app.future is not None and not event.app.future.done():
+            event.app.exit(exception=KeyboardInterrupt(), style="class:aborting")
+
     def more(width: int, _line: int, _wrapped: object) -> AnyFormattedText:
         return (NARROW_MORE if terminal.columns() < NARROW else MORE)[-width:]
 
@@ -106,23 +114,54 @@ def page(text: str) -> None:
     click.echo_via_pager(terminal.visible(text, keep="\n\t"), color=False)
 
 
+class Interrupts:
+    """^C while the shell is open: raised where something runs that it may end, and nowhere else.
+    (At the prompt prompt_toolkit takes it.) For the main thread."""
+
+    def __init__(self) -> None:
+        self._armed = False
+
+    def take_over(self) -> None:
+        signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, *_: object) -> None:
+        if self._armed:
+            self._armed = False  # once: what cleans up behind it is not to be interrupted
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def raised(self) -> Iterator[None]:
+        try:
+            self._armed = True
+            yield
+        finally:
+            self._armed = False
+
+
 def interact(session: Session, prompt: PromptSession[str]) -> None:
     """Read and run entries until the user leaves. ^C gives up the line, or ends the statement."""
-    running = False
-    while True:
-        try:
-            running = False
-            typed = prompt.prompt()
-            running = True
-            for entry in entries(typed):
-                session.run(entry)
-        except (EOFError, Leave):
-            return
-        except KeyboardInterrupt:
-            if running:
+    interrupts, before = Interrupts(), signal.getsignal(signal.SIGINT)
+    try:
+        while True:
+            interrupts.take_over()  # each time: asyncio leaves another handler behind
+            try:
+                typed = prompt.prompt()
+            except KeyboardInterrupt:
+                continue
+            except EOFError:
+                return
+            try:
+                with interrupts.raised():
+                    for entry in entries(typed):
+                        session.run(entry)
+            except Leave:
+                return
+            except KeyboardInterrupt:
                 say("Interrupted.")
-        except KvdbError as error:
-            click.secho(f"Error: {terminal.visible(str(error))}", err=True, fg="red")
+            except KvdbError as error:
+                click.secho(f"Error: {terminal.visible(str(error))}", err=True, fg="red")
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def entries(typed: str) -> list[Entry]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -78,11 +79,13 @@ def make_engine() -> Iterator[MakeEngine]:
         salt: bytes = b"",
         **options: object,
     ) -> Engine:
+        names = {field.name for field in fields(EngineOptions)}
+        mine = {name: options.pop(name) for name in list(options) if name in names}
         engine = Engine(
             store,
             str(model),
             model_options=ModelOptions(**options),  # type: ignore[arg-type]
-            options=EngineOptions(block_tokens, step, salt),
+            options=EngineOptions(block_tokens, step, salt, **mine),  # type: ignore[arg-type]
         )
         made.append(engine)
         return engine

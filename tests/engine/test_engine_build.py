@@ -74,7 +74,8 @@ def test_an_incompatible_build_gets_a_namespace_of_its_own(
         """The same model, counting positions from 1: an upgrade that changed the rope."""
         if cache[0].offset == 0 and tokens.shape[1] > 1:
             real(self, tokens[:, :1], cache)
-            mlxlm.set_offset(cache, 1)
+            for each in cache:
+                each.offset = 1
             logits = real(self, tokens, cache)
             for each in cache:
                 move_back(each)

@@ -30,10 +30,10 @@ class Zeroing(Storage):
         super().__init__(inner.store, inner.namespace, inner.build)
         self.block = block
 
-    def read(self, match: Any, into: Any, blocks: Any, shared: bool) -> Read:
-        result = super().read(match, into, blocks, shared)
-        for layers in into.values():
-            for tensors in layers:
+    def read(self, match: Any, wants: Any) -> Read:
+        result = super().read(match, wants)
+        for want in wants:
+            for tensors in want.buffers:
                 for tensor in tensors:
                     tensor[:, :, self.block * BLOCK : (self.block + 1) * BLOCK] = 0
         return result

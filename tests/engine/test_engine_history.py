@@ -15,7 +15,8 @@ from kvdb.store import Store
 LONG = prompt_tokens(2000)
 ROW = (
     "SELECT skip, prompt_tokens, matched_tokens, restored_tokens, ttft_ms, behind_ms, "
-    "load_ms + warmup_ms + lookup_ms + restore_ms + prefill_ms + first_sample_ms, first_token_ms "
+    "load_ms + warmup_ms + queued_ms + lookup_ms + restore_ms + prefill_ms + first_sample_ms, "
+    "first_token_ms "
     "FROM hit_history ORDER BY id"
 )
 

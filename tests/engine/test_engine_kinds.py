@@ -76,17 +76,33 @@ def test_sixteen_bit_state_travels_as_bits(
     assert equal(reference, full, "exact")
 
 
-def test_an_unknown_cache_class_works_without_storing(
-    tmp_path: Path, store: Store, make_engine: Any, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("what", ["unknown", "keep"])
+def test_a_cache_class_without_a_kind_works_without_storing(
+    tiny: Path,
+    store: Store,
+    make_engine: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
 ) -> None:
-    model = write_model(tmp_path / "sliding", **SLIDING)
+    from mlx_lm.models import cache, llama
+
+    class NewCache(cache.KVCache):
+        """A class of a later mlx-lm, say: being like a known one does not make it known."""
+
+    def make(self: Any) -> list[Any]:
+        if what == "unknown":
+            return [NewCache() for _ in self.layers]
+        return [cache.RotatingKVCache(64, keep=4) for _ in self.layers]
+
+    monkeypatch.setattr(llama.Model, "make_cache", make)
     with caplog.at_level(logging.WARNING, logger="kvdb.engine"):
-        warm = make_engine(store, model)
+        warm = make_engine(store, tiny)
         runs = [run(warm, PROMPT) for _ in range(2)]
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1
-    assert "RotatingKVCache" in said[0]
-    cold = run(make_engine(None, model), PROMPT)
+    assert ("NewCache" if what == "unknown" else "keeps its first tokens") in said[0]
+    cold = run(make_engine(None, tiny), PROMPT)
     for again in runs:
         assert np.array_equal(again.logits, cold.logits)
         assert again.stats.computed_tokens == len(PROMPT)
@@ -108,29 +124,33 @@ def test_bad_quantisation_is_a_usage_error(bad: dict[str, int]) -> None:
         ModelOptions(**bad)  # type: ignore[arg-type]
 
 
-def test_cut_never_aliases_live_state(tiny: Path, make_engine: Any) -> None:
+@pytest.mark.parametrize("sliding", [False, True])
+def test_cut_never_aliases_live_state(
+    tiny: Path, tmp_path: Path, make_engine: Any, sliding: bool
+) -> None:
     import mlx.core as mx
 
-    from engine.cachekinds import cut
+    from engine.live import LiveState
 
     def check(worker: Any) -> None:
-        caches = worker.new_caches()
-        worker.model(mx.array([PROMPT[:100]]), caches)
-        parts = cut(caches, worker.layout, 10, 74)
-        kept = {name: part.copy() for name, part in parts.items()}
-        again = cut(caches, worker.layout, 10, 74)
-        for cache in caches:
+        live = LiveState(worker.layout, worker.new_caches())
+        worker.model(mx.array([PROMPT[:100]]), live.caches)
+        parts = {part: live.cut(part, 40, 100) for part in live.parts if part.kind == "kv"}
+        kept = {part: raw.copy() for part, raw in parts.items()}
+        again = {part: live.cut(part, 40, 100) for part in parts}
+        for cache in live.caches:
             cache.offset = 0
-        worker.model(mx.array([PROMPT[100:250]]), caches)
-        mx.eval([cache.state for cache in caches])
-        for name, part in parts.items():
-            assert part.flags.c_contiguous
-            assert part.flags.owndata or part.base is not None
-            assert np.array_equal(part, kept[name])
-            assert np.array_equal(part, again[name])
-            assert part.nbytes == worker.layout.by_name[name].nbytes(64)
+        for token in PROMPT[100:250]:
+            worker.model(mx.array([[token]]), live.caches)
+        live.evaluate()
+        for part, raw in parts.items():
+            assert raw.flags.c_contiguous
+            assert np.array_equal(raw, kept[part])
+            assert np.array_equal(raw, again[part])
+            assert raw.nbytes == part.nbytes(60)
 
-    make_engine(None, tiny).call(check)
+    model = write_model(tmp_path / "sliding", **SLIDING) if sliding else tiny
+    make_engine(None, model).call(check)
 
 
 def test_layout_names_the_rotary_embedding(tiny: Path, make_engine: Any) -> None:

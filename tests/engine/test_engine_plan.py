@@ -17,11 +17,13 @@ class Block:
     start: int
     token_count: int
     live: bool = True
+    parts: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Shared:
     token_count: int
+    block: Block = Block(0, SIZE)
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def test_trailing_holes_are_computed() -> None:
 
 
 def test_a_shared_tail_continues_the_prefix() -> None:
-    steps = plan(Found(chain(32), Shared(5)), 60, "max")
+    steps = plan(Found(chain(32), Shared(5, Block(32, 9))), 60, "max")
     assert steps.steps == (Restore((0, 1), True, 37), Compute(37, 60))
     alone = plan(Found((), Shared(5)), 60, "max")
     assert alone.steps == (Restore((), True, 5), Compute(5, 60))
@@ -97,12 +99,12 @@ def test_a_shared_tail_continues_the_prefix() -> None:
 
 
 def test_a_shared_tail_that_covers_the_prompt_leaves_its_last_token() -> None:
-    steps = plan(Found(chain(32), Shared(8)), 40, "max")
+    steps = plan(Found(chain(32), Shared(8, Block(32, 8))), 40, "max")
     assert steps.steps == (Restore((0, 1), True, 39), Compute(39, 40))
 
 
 def test_exact_mode_shares_no_tail() -> None:
-    assert plan(Found(chain(32), Shared(5)), 60, "exact").start == 32
+    assert plan(Found(chain(32), Shared(5, Block(32, 9))), 60, "exact").start == 32
 
 
 def test_what_could_not_be_read_becomes_holes() -> None:
@@ -112,7 +114,7 @@ def test_what_could_not_be_read_becomes_holes() -> None:
     assert plan(found, 96, "max", bad={5}).steps[-1] == Compute(80, 96)
     assert plan(found, 96, "max", bad=set(range(6))).skip == "none"
     assert plan(found, 96, "max", logits_ok=False).steps[-1] == Compute(95, 96)
-    assert plan(Found(chain(32), Shared(5)), 60, "max", shared_ok=False).start == 32
+    assert plan(Found(chain(32), Shared(5, Block(32, 9))), 60, "max", shared_ok=False).start == 32
 
 
 @given(
@@ -128,7 +130,7 @@ def test_every_token_is_restored_or_computed_once(
 ) -> None:
     whole = tokens // SIZE * SIZE if extra else tokens
     prompt = tokens + extra
-    tail = Shared(min(shared, prompt - whole)) if extra and shared else None
+    tail = Shared(min(shared, prompt - whole), Block(whole, SIZE)) if extra and shared else None
     found = Found(chain(whole, tuple(holes)), tail, object() if logits and not extra else None)
     steps = plan(found, prompt, reuse)  # type: ignore[arg-type]
     assert steps.restored + steps.refilled + steps.computed == prompt

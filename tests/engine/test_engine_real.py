@@ -9,11 +9,15 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from many import ask_all, ends, ids
 
+import kvdb
+from engine import Engine, Request
 from engine.folders import models_folder
 
 NAME = "smollm2-135m"
@@ -92,3 +96,29 @@ def test_another_question_on_the_same_prefix_computes_the_rest(tmp_path: Path) -
     assert warm["forwarded_prompt_tokens"] == warm["computed_tokens"] < 30
     assert warm["ids"] == cold["ids"]
     assert warm["logprobs"] == pytest.approx(cold["logprobs"], abs=1e-3)
+
+
+COUNTRIES = (
+    *("France", "Italy", "Spain", "Japan", "Egypt", "Peru", "Norway", "Kenya"),
+    *("Cuba", "India", "Chile", "Greece", "Iraq", "Nepal", "Poland", "Oman"),
+)
+
+
+@pytest.mark.slow
+def test_sixteen_parallel_requests_equal_serial_ones(tmp_path: Path) -> None:
+    """Greedy text, prompts of unlike length, eight decoding together."""
+    requests = [
+        Request(
+            messages=[{"role": "user", "content": "Please. " * number + f"Capital of {name}?"}],
+            max_tokens=6,
+        )
+        for number, name in enumerate(COUNTRIES)
+    ]
+    with kvdb.open(tmp_path / "store", min_free_bytes=0) as store, Engine(store, NAME) as engine:
+        cold = [replace(request, read=False, store=False) for request in requests]
+        serial = [list(engine.generate(request)) for request in cold]
+        for _ in range(2):  # computed, then restored
+            together = ask_all(engine, requests)
+            assert [ids(events) for events in together] == [ids(events) for events in serial]
+            assert sum(ends(events)[0].stats.shared_steps > 0 for events in together) >= 14
+        assert all(ends(events)[0].stats.skip == "full" for events in together)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import mlx.core as mx
@@ -9,7 +10,6 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from engine.cachekinds import cut
 from engine.memory import unwritten
 from engine.mlxlm import GROWTH
 from engine.restore import (
@@ -53,10 +53,11 @@ def test_what_is_written_into_the_views_is_cut_out_again(
                 piece = raw[at : at + spec.nbytes(100)]
                 array[:, :, :100] = piece.view(spec.numpy_dtype).reshape(spec.full_shape(100))
                 at += len(piece)
-    caches = buffers.caches([template] * 3, 100)
-    assert [cache.offset for cache in caches] == [100] * 3
-    for name, raw in cut(caches, layout, 0, 100).items():
-        assert np.array_equal(raw, written[name])
+    live = buffers.live([copy.copy(template) for _ in range(3)])
+    live.seek(100)
+    assert [cache.offset for cache in live.caches] == [100] * 3
+    for part in layout.parts:
+        assert np.array_equal(live.cut(part, 0, 100), written[part.name])
 
 
 def test_appending_to_a_restored_cache_keeps_its_memory() -> None:
@@ -66,7 +67,9 @@ def test_appending_to_a_restored_cache_keeps_its_memory() -> None:
     for array in buffers.into["kv:0"][0]:
         array[:] = 1
     address = buffers.into["kv:0"][0][0].ctypes.data
-    (cache,) = buffers.caches([KVCache()], 300)
+    live = buffers.live([KVCache()])
+    live.seek(300)
+    (cache,) = live.caches
     del array
     for _ in range(3):
         keys, values = cache.update_and_fetch(mx.zeros((1, 2, 1, 8)), mx.zeros((1, 2, 1, 8)))

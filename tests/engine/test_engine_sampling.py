@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from engine.events import Sampling
+from engine.logits import Row
 from engine.sampling import Chooser, _mix, top_logprobs
 from kvdb.identity import as_tokens
 
@@ -22,7 +23,7 @@ def draw(chooser: Chooser, count: int) -> list[int]:
     ids: list[int] = []
     before = None
     for step in range(count):
-        choice = chooser.choose(logits(step), before)
+        choice = chooser.choose(Row.alone(logits(step)), before)
         before = choice.token
         ids.append(int(choice.token.item()))
     return ids
@@ -35,8 +36,8 @@ def test_streams_do_not_touch_each_other() -> None:
     other = Chooser(Sampling(temperature=1.0, seed=4), PROMPT, 64)
     mixed = []
     for step in range(30):
-        mixed.append(int(one.choose(logits(step)).token.item()))
-        other.choose(logits(step))
+        mixed.append(int(one.choose(Row.alone(logits(step))).token.item()))
+        other.choose(Row.alone(logits(step)))
     assert mixed == alone
     assert draw(Chooser(sampling, PROMPT, 64), 30) == alone
 
@@ -52,7 +53,7 @@ def test_seeds_and_positions_give_different_keys() -> None:
 def test_samples_follow_the_probabilities() -> None:
     chooser = Chooser(Sampling(temperature=1.0, seed=1), PROMPT, 2)
     even = mx.array([[np.log(0.25), np.log(0.75)]])
-    drawn = [int(chooser.choose(even).token.item()) for _ in range(2000)]
+    drawn = [int(chooser.choose(Row.alone(even)).token.item()) for _ in range(2000)]
     assert np.mean(drawn) == pytest.approx(0.75, abs=0.03)
 
 
@@ -61,9 +62,9 @@ def test_processors_leave_the_given_logits_alone(dtype: mx.Dtype) -> None:
     given = logits(dtype=dtype)
     before = np.array(given.astype(mx.float32))
     sampling = Sampling(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=1.0)
-    choice = Chooser(sampling, PROMPT, 64).choose(given)
-    mx.eval(choice.token, choice.logprobs)
-    assert choice.logprobs.dtype == dtype
+    choice = Chooser(sampling, PROMPT, 64).choose(Row.alone(given))
+    mx.eval(choice.token, choice.row.logprobs)
+    assert choice.row.logprobs.dtype == dtype
     assert np.array_equal(np.array(given.astype(mx.float32)), before)
 
 
@@ -73,7 +74,7 @@ def test_processors_see_prompt_and_answer() -> None:
     ids = []
     before = None
     for _ in range(15):
-        choice = chooser.choose(logits(), before)
+        choice = chooser.choose(Row.alone(logits()), before)
         before = choice.token
         ids.append(int(choice.token.item()))
     assert len(set(ids)) == 15
@@ -81,7 +82,7 @@ def test_processors_see_prompt_and_answer() -> None:
 
 
 def test_top_logprobs_are_sorted_and_finite() -> None:
-    choice = Chooser(Sampling(), PROMPT, 64).choose(logits())
+    choice = Chooser(Sampling(), PROMPT, 64).choose(Row.alone(logits()))
     chosen, best = top_logprobs(choice, 5)
     assert best[0] == (int(choice.token.item()), chosen)
     assert [value for _, value in best] == sorted((value for _, value in best), reverse=True)

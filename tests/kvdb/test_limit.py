@@ -19,10 +19,12 @@ from tests.support import (
     BLOCK,
     PLAIN,
     check_prefix,
+    kv_layer,
     open_namespace,
     payloads,
     put_all,
     random_tokens,
+    state_layer,
 )
 
 MIB = 1 << 20
@@ -77,6 +79,18 @@ def test_one_block_larger_than_its_share_does_not_push_out_the_rest(path: Path) 
         assert check_prefix(store, namespace, tokens) == 3 * BLOCK
         store.flush()
         assert store.info().counters["blocks_too_large"] == 1
+
+
+def test_a_state_larger_than_a_blocks_share_goes_without_its_block(path: Path) -> None:
+    layout = Layout((kv_layer(), state_layer(2 << 20)))
+    with kvdb.open(path, max_bytes=16 * MIB, min_free_bytes=0) as store:
+        namespace = open_namespace(store, layout)
+        tokens = random_tokens(1, BLOCK)
+        put_all(store, namespace, tokens)
+        match = store.match(namespace, tokens)
+        assert match.complete
+        assert set(match.blocks[0].parts) == {"kv:0"}
+        assert store.info().counters["blocks_too_large"] == 0
 
 
 def test_no_room_on_the_disk_stores_nothing_and_everything_else_works(path: Path) -> None:

@@ -67,11 +67,33 @@ def test_shared_tail_within_a_block_and_a_shorter_stored_tail(store: Store) -> N
     assert check_prefix(store, namespace, early) == 3
 
 
-def test_state_that_cannot_be_cut_shares_no_tail(store: Store) -> None:
+def test_a_tail_that_ends_in_a_state_is_shared_whole_or_not_at_all(store: Store) -> None:
     namespace = open_namespace(store, MIXED)
     tokens = random_tokens(1, BLOCK + 9)
     put_all(store, namespace, tokens)
-    assert check_prefix(store, namespace, np.concatenate([tokens, tokens])) == BLOCK
+    longer = np.concatenate([tokens, tokens])
+    assert check_prefix(store, namespace, longer) == BLOCK + 9
+    diverged = longer.copy()
+    diverged[BLOCK + 8] += 1
+    assert check_prefix(store, namespace, diverged) == BLOCK
+    # Not beyond the last token, whose logits the tail does not hold.
+    assert store.match(namespace, longer[: BLOCK + 9]).shared is None
+
+
+def test_the_deepest_state_is_found_beside_deeper_blocks(store: Store) -> None:
+    """Blocks go on without states; a tail under an earlier one ends in the last state there is."""
+    namespace = open_namespace(store, MIXED)
+    tokens = random_tokens(1, 4 * BLOCK)
+    put_all(store, namespace, tokens[: BLOCK + 9])
+    store.put(namespace, tokens, payloads(namespace, tokens, optional=False)).wait()
+    match = store.match(namespace, np.concatenate([tokens, tokens]))
+    assert match.matched == 4
+    assert match.shared is not None
+    assert (match.shared.block.start, match.shared.token_count) == (BLOCK, 9)
+    put_all(store, namespace, tokens[: 2 * BLOCK])  # now a block end further on has its state
+    again = store.match(namespace, np.concatenate([tokens, tokens]))
+    assert again.shared is None
+    assert "state:1" in again.blocks[1].parts
 
 
 def test_equal_puts_write_nothing_twice(path: Path) -> None:

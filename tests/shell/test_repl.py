@@ -137,7 +137,12 @@ def test_in_a_terminal(lived_in: Path, tmp_path: Path, columns: int) -> None:
         time.sleep(0.7)  # whenever it comes, it must not reach the shell
         os.kill(shell.process.pid, signal.SIGINT)
         shell.expect("Interrupted", 5)
-        shell.send("SELECT 6 * 7;\r")
+        for number in range(12):  # at whatever moment it comes
+            shell.send((".hits\r", ".miss 3\r", "SELECT 1;\r")[number % 3])
+            time.sleep(0.04 * number)
+            os.kill(shell.process.pid, signal.SIGINT)
+        time.sleep(0.5)
+        shell.send("\x03SELECT 6 * 7;\r")
         shell.expect("42")
         shell.expect(">")
         shell.send("\x04")

@@ -1,0 +1,166 @@
+"""The memory guard: what gives way, in which order, and that a process under a limit lives."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_model import prompt_tokens, run, write_model
+
+from engine.guard import Gauges, Guard
+from kvdb.errors import OutOfMemory
+from kvdb.ramtier import PartKey, RamTier
+
+LONG = 16_384
+ALLOWED = 400 << 20
+
+
+@dataclass
+class Memory:
+    """A process whose memory the test decides."""
+
+    held: int = 0
+    cached: int = 0
+    active: int = 0
+    peak: int = 0
+    tier: RamTier[None] = field(default_factory=lambda: RamTier(400))
+
+    def gauges(self) -> Gauges:
+        return Gauges(
+            held=lambda: self.held + self.cached + self.tier.nbytes,
+            active=lambda: self.active,
+            peak=lambda: self.peak,
+            reset_peak=lambda: None,
+            release=lambda: setattr(self, "cached", 0),
+        )
+
+
+def test_caches_give_way_then_the_tier_then_requests_wait_then_they_are_refused() -> None:
+    memory = Memory(held=500, cached=50)
+    guard = Guard(1000, memory.gauges())
+    guard.include(memory.tier)
+    for number in range(4):
+        memory.tier.put(PartKey(bytes([number]), "kv:0", b""), None, 100)
+    memory.cached = 90
+    first = guard.claim(50)
+    assert first is not None
+    assert (memory.cached, memory.tier.nbytes) == (0, 400)
+    second = guard.claim(120)
+    assert second is not None
+    assert memory.tier.nbytes == 300
+    third = guard.claim(330)
+    assert third is not None
+    assert memory.tier.nbytes == 0
+    assert guard.claim(1) is None
+    with pytest.raises(OutOfMemory, match="max_memory"):
+        guard.claim(501)
+    assert (guard.stats().waits, guard.stats().refusals, guard.stats().claimed) == (1, 1, 500)
+    for claim in (first, second, third, third):
+        claim.release()
+    assert guard.stats().claimed == 0
+    assert memory.tier.budget == 300  # grown back, but for the last fifth
+    assert guard.claim(500) is not None
+
+
+def test_a_waiting_request_goes_on_when_another_ends() -> None:
+    guard = Guard(100, Memory().gauges())
+    first = guard.claim(80)
+    assert first is not None
+    assert guard.claim(80) is None
+    got: list[Any] = []
+
+    def wait() -> None:
+        while (claim := guard.claim(80)) is None:
+            guard.wait(10)
+        got.append(claim)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    first.release()
+    thread.join(10)
+    assert got
+
+
+def test_steps_grow_while_they_fit_and_shrink_when_they_do_not() -> None:
+    memory = Memory(held=1000)
+    guard = Guard(21_000, memory.gauges())
+    steps = guard.steps(16)
+    taken, at = [], 0
+    while at < 2048:
+        size = steps.fit(256, at)
+        with steps.watch(size, at + size):
+            memory.peak = memory.active + size * (at + size) // 16  # like unfused attention
+        assert memory.peak - memory.active <= 20_000
+        taken.append(size)
+        at += size
+    assert taken[:5] == [16, 32, 64, 128, 256]
+    assert taken[-1] < 256
+    assert all(size % 16 == 0 for size in taken)
+    memory.held = 20_999
+    with pytest.raises(OutOfMemory):
+        steps.fit(256, at)
+    assert Guard(None, memory.gauges()).steps(16).fit(256, 10**6) == 256
+
+
+def test_a_request_that_does_not_fit_is_refused_and_the_next_one_answered(
+    tiny: Path, make_engine: Any
+) -> None:
+    engine = make_engine(None, tiny, block_tokens=64, max_memory=1)
+    with pytest.raises(OutOfMemory):
+        run(engine, prompt_tokens(10))
+    engine.call(lambda worker: setattr(worker.guard, "ceiling", 1 << 40))
+    assert len(run(engine, prompt_tokens(10)).ids) == 4
+    assert engine.call(lambda worker: worker.guard.stats().claimed) == 0
+
+
+CHILD = """
+import json, resource, sys
+from pathlib import Path
+from engine import blas
+blas.preload()
+from engine import Engine, EngineOptions, Request
+from engine.memory import held_bytes
+
+model, guarded, length, allowed = sys.argv[1], sys.argv[2] == "guarded", *map(int, sys.argv[3:])
+ceiling = None
+options = EngineOptions(block_tokens=256, step=length)
+with Engine(None, model, options=options) as engine:
+    list(engine.generate(Request(tokens=[1] * 300, max_tokens=2)))
+    def limit(worker):
+        if guarded:
+            worker.guard.ceiling = held_bytes() + allowed
+        address_space = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+        resource.setrlimit(resource.RLIMIT_AS, (address_space + 2 * allowed,) * 2)
+    engine.call(limit)
+    events = list(engine.generate(Request(tokens=[1] * length, max_tokens=1)))
+    print(json.dumps([getattr(e, "done", None) for e in events]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS that holds")
+def test_under_a_limit_that_one_step_exceeds_the_guard_makes_it_many(tmp_path: Path) -> None:
+    """A prompt of 16 K tokens in a process that may take 800 MiB more: attention over all of it
+    at once takes more for its scores alone."""
+    model = write_model(
+        tmp_path / "model",
+        num_hidden_layers=2,  # of the last one only keys and values are computed
+        num_attention_heads=1,
+        hidden_size=32,
+        max_position_embeddings=LONG + 8,
+    )
+
+    def child(mode: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", CHILD, str(model), mode, str(LONG), str(ALLOWED)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    assert child("free").returncode != 0
+    guarded = child("guarded")
+    assert guarded.returncode == 0, guarded.stderr
+    steps = [done for done in json.loads(guarded.stdout) if done]
+    assert len(steps) > 5
