@@ -85,6 +85,17 @@ def record(
     store.record(row, tickets, given.segments)
 
 
+def longer(model: Path, folder: Path) -> Path:
+    """The same model with a context that the prompt fits into."""
+    folder.mkdir()
+    for path in model.iterdir():
+        (folder / path.name).symlink_to(path)
+    config = json.loads((model / "config.json").read_text())
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1 << 17}))
+    return folder
+
+
 def cpu_seconds() -> float:
     """Processor time of all processes that were run: what the wall time would be alone."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -101,12 +112,13 @@ def main() -> None:
     folder = find_local(options.model)
     if folder is None:
         sys.exit(f"There is no model {options.model} here.")
-    tokenizer = load_tokenizer(folder)
     with tempfile.TemporaryDirectory() as work:
+        folder = longer(folder, Path(work) / "model")
+        tokenizer = load_tokenizer(folder)
         path = Path(work) / "store"
         with kvdb.open(path, max_bytes=8 << 30, min_free_bytes=0) as store:
             identity = quick_identity(folder, ModelOptions())
-            namespace = store.namespace(identity, LAYOUT, model=options.model)
+            namespace = store.namespace(identity, LAYOUT, model=str(folder))
             fill(store, namespace, options.blocks)
             short = prompt(chat(3, 100, tokenizer, "nine"), tokenizer)
             for _ in range(2000):
@@ -120,7 +132,7 @@ def main() -> None:
             file = Path(work) / f"{count}.json"
             file.write_text(json.dumps(body))
             command = [sys.executable, "-m", "kvdb", "explain", "--file", str(file), "--json"]
-            command += ["--model", options.model, "--store", str(path)]
+            command += ["--model", str(folder), "--store", str(path)]
             result: dict[str, Any] = {"messages": count, "prompt_tokens": tokens}
             times = []
             used = -cpu_seconds()

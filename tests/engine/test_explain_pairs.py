@@ -367,6 +367,17 @@ def test_what_a_reordering_costs(bench: Make, tools: list[Any]) -> None:
     assert found.saving_seconds > 0
 
 
+def test_a_long_prompt_is_not_its_own_neighbour(bench: Make) -> None:
+    """Its first blocks are stored while it is still computed."""
+    made = bench(step=BLOCK)
+    made.ask([system(SYSTEM * 6), user()])
+    request = made.ask([system(SYSTEM.replace("10:22", "11:07") + SYSTEM * 5), user()])
+    found = made.why(request)
+    assert (found.code, found.where) == ("timestamp", "system prompt")
+    assert found.neighbour == "request 1"
+    assert found.hit_tokens == made.restored <= (found.differing_token or 0)
+
+
 def test_a_neighbour_that_no_recent_request_is(bench: Make) -> None:
     """Its parts are found by the chain that it ended in."""
     made = bench()

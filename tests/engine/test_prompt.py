@@ -177,6 +177,9 @@ def test_tools_have_their_own_text(ours: PromptTokenizer, name: str) -> None:
             found.append((part.index, part.name, json.loads(text[start:end].strip())))
         start = end
     assert found == [(0, "search", TOOLS[0]), (1, "weather", TOOLS[1])]
+    kinds = [part.kind for part in segments]
+    if "{%- for tool in tools %}" in TEMPLATES[name]:  # a round of the loop is all the tool's
+        assert kinds == ["system", "tool", "tool", "template", *["message"] * 3, "template"]
 
 
 def test_a_part_that_refuses_to_stand_alone_is_found(ours: PromptTokenizer) -> None:
