@@ -128,6 +128,8 @@ def like(pattern: Any, text: Any, escape: Any = None) -> bool | None:
     if len(pattern) * len(text) > MAX_LIKE_STEPS:
         raise ValueError("so long a pattern takes too long over so long a text")
     pieces = _pieces(pattern, None if escape is None else _fold(escape))
+    if pieces is None:
+        return False
     if len(pieces) == 1:
         return re.fullmatch(pieces[0][0], text, re.DOTALL) is not None
     first, last = pieces[0], pieces[-1]
@@ -143,13 +145,17 @@ def like(pattern: Any, text: Any, escape: Any = None) -> bool | None:
     return position <= end and re.compile(last[0], re.DOTALL).fullmatch(text, end) is not None
 
 
-def _pieces(pattern: str, escape: str | None) -> list[tuple[str, int]]:
-    """What stands between the ``%`` signs: a regular expression of fixed width, and the width."""
+def _pieces(pattern: str, escape: str | None) -> list[tuple[str, int]] | None:
+    """What stands between the ``%`` signs: a regular expression of fixed width, and the width.
+    None for a pattern that escapes its end, which matches nothing."""
     pieces = [("", 0)]
     characters = iter(pattern)
     for character in characters:
         if character == escape:
-            part = re.escape(next(characters, ""))
+            escaped = next(characters, None)
+            if escaped is None:
+                return None
+            part = re.escape(escaped)
         elif character == "%":
             pieces.append(("", 0))
             continue

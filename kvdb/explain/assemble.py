@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 from kvdb.driver import Connection
@@ -13,7 +14,10 @@ from kvdb.explain.neighbours import PastRequest, nearest, recent_requests
 from kvdb.explain.remembered import Loss, find_elsewhere, find_loss, seconds_per_token
 from kvdb.explain.wording import at_time, why_evicted, why_unstored, words
 
-FIRST_BLOCK = "SELECT created_at FROM blocks ORDER BY id LIMIT 1"
+FIRST_BLOCK = (
+    "SELECT created_at FROM blocks WHERE id NOT IN (SELECT value FROM json_each(?)) "
+    "ORDER BY id LIMIT 1"
+)
 HELD = "SELECT 1 FROM block_tokens WHERE block_id = ?"
 # What another namespace or a lost request has more than the nearest stored chain must be this
 # much to be the better explanation.
@@ -86,7 +90,7 @@ def _nothing_near(connection: Connection, case: Case, neighbour: Neighbour | Non
         return _say(connection, case, "new_content", {}, at=case.reach)
     code = "unrelated"
     if neighbour is None:
-        oldest = connection.execute(FIRST_BLOCK).fetchone()
+        oldest = connection.execute(FIRST_BLOCK, (json.dumps(sorted(case.own)),)).fetchone()
         code = "empty_store" if oldest is None or oldest[0] >= case.before else "new_namespace"
     name = None if neighbour is None else neighbour.name
     return _say(connection, case, code, {}, at=0 if neighbour else None, neighbour=name)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvdb import driver, functions, sandbox
@@ -170,6 +170,7 @@ def test_the_message_names_the_function(ask: Any) -> None:
     st.text(alphabet="aAbBé%_!\n", max_size=24),
     st.booleans(),
 )
+@example("!", "", True)
 def test_like_agrees_with_sqlite(pattern: str, text: str, escaped: bool) -> None:
     """The replacement is quicker on hostile input, and otherwise the same."""
     plain = sqlite.connect(":memory:")
