@@ -17,7 +17,7 @@ from kvdb.cli.options import (
     store_option,
 )
 from kvdb.cli.output import say, write_json
-from kvdb.cli.prompts import as_chat, read_prompt, template_options
+from kvdb.cli.prompts import as_chat, prompt_options, read_prompt, template_options
 from kvdb.errors import ModelError
 
 if TYPE_CHECKING:
@@ -38,21 +38,8 @@ class _Model:
 
 
 @click.command()
-@click.option("-p", "--prompt", help="Message to the model; - reads it from standard input.")
-@click.option("--system-prompt", help="System message before the prompt.")
-@click.option(
-    "--file",
-    "--messages",
-    "file",
-    type=click.File("r", encoding="utf-8-sig"),
-    metavar="FILE",
-    help="A request body (OpenAI or Anthropic), chat messages as JSON, or text; - for stdin.",
-)
-@click.option(
-    "--tokens",
-    type=click.File("r", encoding="utf-8-sig"),
-    metavar="FILE",
-    help="Token ids, apart by spaces or commas or as JSON.",
+@prompt_options(
+    "A request body (OpenAI or Anthropic), chat messages as JSON, or text; - for stdin.", "--file"
 )
 @click.option("--request", "request_id", type=RowId(), metavar="ID", help="A past request instead.")
 @click.option(
@@ -64,7 +51,6 @@ class _Model:
 @click.option("--adapter-path", type=click.Path(path_type=Path), help="Folder of an adapter.")
 @click.option("--kv-bits", type=int, help="As for generate.")
 @click.option("--kv-group-size", default=64, show_default=True, type=int, help="As for generate.")
-@click.option("--ignore-chat-template", is_flag=True, help="Take the prompt as raw text.")
 @click.option("--chat-template-config", metavar="JSON", help="Options of the chat template.")
 @setting_option(
     "block_tokens",
@@ -78,8 +64,8 @@ class _Model:
 def explain(
     prompt: str | None,
     system_prompt: str | None,
-    file: IO[str] | None,
-    tokens: IO[str] | None,
+    messages_file: IO[str] | None,
+    tokens_file: IO[str] | None,
     request_id: int | None,
     model: str,
     adapter_path: Path | None,
@@ -98,12 +84,12 @@ def explain(
     values = settings()
     prepare_tokenizers(values)
     if request_id is not None:
-        if any(given is not None for given in (prompt, file, tokens)):
+        if any(given is not None for given in (prompt, messages_file, tokens_file)):
             raise click.UsageError("Give either a prompt or --request.")
         with open_store(values, read_only=True) as store:
             _print(_explain_request(store, request_id), None, as_json)
         return
-    given = read_prompt(prompt, file, tokens, or_text=True)
+    given = read_prompt(prompt, messages_file, tokens_file, or_text=True)
     given["template_options"] = {
         **given.get("template_options", {}),
         **template_options(chat_template_config),

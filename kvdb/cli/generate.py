@@ -25,7 +25,7 @@ from kvdb.cli.options import (
 )
 from kvdb.cli.output import human_bytes, say
 from kvdb.cli.progress import progress
-from kvdb.cli.prompts import as_chat, read_prompt, template_options
+from kvdb.cli.prompts import as_chat, prompt_options, read_prompt, template_options
 from kvdb.errors import KvdbError, UsageError
 
 if TYPE_CHECKING:
@@ -44,22 +44,7 @@ TERMINATED = 143
     show_default=True,
     help="Folder, hub id or built-in name of an mlx-lm model.",
 )
-@click.option("-p", "--prompt", help="Message to the model; - reads it from standard input.")
-@click.option("--system-prompt", help="System message before the prompt.")
-@click.option(
-    "--messages",
-    "messages_file",
-    type=click.File("r", encoding="utf-8-sig"),
-    metavar="FILE",
-    help="Chat messages as a JSON list, or a request body, instead of a prompt.",
-)
-@click.option(
-    "--tokens",
-    "tokens_file",
-    type=click.File("r", encoding="utf-8-sig"),
-    metavar="FILE",
-    help="Token ids, apart by spaces or commas or as JSON, instead of a prompt.",
-)
+@prompt_options("Chat messages as a JSON list, or a request body, instead of a prompt.")
 @click.option(
     "-m",
     "--max-tokens",
@@ -109,7 +94,6 @@ TERMINATED = 143
     help="Only 0: state quantised midway is not a function of its prefix.",
 )
 @click.option("--prefill-step-size", type=int, help="Prompt tokens of one forward pass.")
-@click.option("--ignore-chat-template", is_flag=True, help="Take the prompt as raw text.")
 @click.option("--chat-template-config", metavar="JSON", help="Options of the chat template.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that the model brings along.")
 @setting_option(

@@ -5,12 +5,51 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
-from typing import IO, Any
+from collections.abc import Callable, Mapping
+from typing import IO, Any, TypeVar
 
 import click
 
 from kvdb.errors import PromptError, UsageError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+# What editors on other systems put before the text is no part of it.
+TEXT_FILE = click.File("r", encoding="utf-8-sig")
+
+
+def prompt_options(messages: str, *aliases: str) -> Callable[[Function], Function]:
+    """The options that give a prompt. ``messages`` is the help of ``--messages``, which may have
+    ``aliases``."""
+
+    def add(function: Function) -> Function:
+        for option in (
+            click.option(
+                "--ignore-chat-template", is_flag=True, help="Take the prompt as raw text."
+            ),
+            click.option(
+                "--tokens",
+                "tokens_file",
+                type=TEXT_FILE,
+                metavar="FILE",
+                help="Token ids, apart by spaces or commas or as JSON, instead of a prompt.",
+            ),
+            click.option(
+                *aliases,
+                "--messages",
+                "messages_file",
+                type=TEXT_FILE,
+                metavar="FILE",
+                help=messages,
+            ),
+            click.option("--system-prompt", help="System message before the prompt."),
+            click.option(
+                "-p", "--prompt", help="Message to the model; - reads it from standard input."
+            ),
+        ):
+            function = option(function)
+        return function
+
+    return add
 
 
 def read_prompt(

@@ -16,7 +16,7 @@ from kvdb.cli.options import (
 )
 from kvdb.cli.output import Format, output_options, say, write_rows
 from kvdb.cli.pin import find_block
-from kvdb.cli.prompts import as_chat, read_prompt
+from kvdb.cli.prompts import as_chat, prompt_options, read_prompt
 
 MAX_ROWS = 100_000
 
@@ -46,23 +46,7 @@ def list_sequences(output: Format) -> None:
 @click.argument("name")
 @click.option("--request", "request_id", type=int, metavar="ID", help="What that request stored.")
 @click.option("--block", metavar="HASH", help="The chain up to that block.")
-@click.option("-p", "--prompt", help="A message to the model; - reads it from standard input.")
-@click.option(
-    "--messages",
-    "messages_file",
-    type=click.File("r", encoding="utf-8"),
-    metavar="FILE",
-    help="Chat messages as a JSON list, or a request body.",
-)
-@click.option(
-    "--tokens",
-    "tokens_file",
-    type=click.File("r", encoding="utf-8"),
-    metavar="FILE",
-    help="Token ids, apart by spaces or commas or as JSON.",
-)
-@click.option("--system-prompt", help="System message before the prompt.")
-@click.option("--ignore-chat-template", is_flag=True, help="Take the prompt as raw text.")
+@prompt_options("Chat messages as a JSON list, or a request body.")
 @click.option("--model", default="smollm2-135m", show_default=True, help="Model of the prompt.")
 @click.option("--ttl", type=click.FloatRange(min=0), metavar="SECONDS", help="Until then only.")
 @click.option("--tenant", default="", help="In whose quota it counts.")

@@ -30,7 +30,7 @@ def ask(run: Run, tiny: Path, messages: list[dict[str, str]], tmp_path: Path) ->
 
 def test_a_chat_that_begins_with_saved_messages_hits(run: Run, tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "system.json"
-    file.write_text(json.dumps(MESSAGES))
+    file.write_text(json.dumps(MESSAGES), "utf-8-sig")  # as editors on other systems write it
     saved = run("sequences", "save", "keeper", "--messages", file, "--model", tiny)
     assert saved.returncode == 0, saved.stderr
     again = run("sequences", "save", "keeper", "--messages", file, "--model", tiny)
