@@ -10,9 +10,9 @@ import click
 
 from kvdb.cli.options import (
     RowId,
+    block_tokens_option,
     open_store,
     prepare_tokenizers,
-    setting_option,
     settings,
     store_option,
 )
@@ -52,13 +52,7 @@ class _Model:
 @click.option("--kv-bits", type=int, help="As for generate.")
 @click.option("--kv-group-size", default=64, show_default=True, type=int, help="As for generate.")
 @click.option("--chat-template-config", metavar="JSON", help="Options of the chat template.")
-@setting_option(
-    "block_tokens",
-    "--block-tokens",
-    type=int,
-    metavar="N",
-    help="Tokens of one block: a power of two, 16 to 4096.",
-)
+@block_tokens_option
 @click.option("--json", "as_json", is_flag=True, help="The explanation as a JSON object.")
 @store_option
 def explain(

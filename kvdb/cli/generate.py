@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvdb.cli.options import (
+    block_tokens_option,
     max_memory_option,
     open_store,
     prepare_engine,
@@ -102,13 +103,7 @@ TERMINATED = 143
     type=click.Choice(["max", "exact"]),
     help="max: equal up to rounding; exact: the bits of a cold exact run.",
 )
-@setting_option(
-    "block_tokens",
-    "--block-tokens",
-    type=int,
-    metavar="N",
-    help="Tokens of one block: a power of two, 16 to 4096.",
-)
+@block_tokens_option
 @max_memory_option
 @click.option("--no-store", is_flag=True, help="Neither use the store nor feed it.")
 @click.option("--stats", is_flag=True, help="The usage as JSON on stderr.")

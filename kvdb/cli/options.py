@@ -76,6 +76,29 @@ def max_memory_option(function: Function) -> Function:
     )(function)
 
 
+def block_tokens_option(function: Function) -> Function:
+    """``--block-tokens N``."""
+    return setting_option(
+        "block_tokens",
+        "--block-tokens",
+        type=int,
+        metavar="N",
+        help="Tokens of one block: a power of two, 16 to 4096.",
+    )(function)
+
+
+def timeout_option(function: Function) -> Function:
+    """``--timeout SECONDS`` of a statement."""
+    return click.option(
+        "--timeout",
+        default=10.0,
+        show_default=True,
+        type=Seconds(),
+        metavar="SECONDS",
+        help="Stop a statement after this time.",
+    )(function)
+
+
 def settings() -> Settings:
     """All settings, with the flags given so far on top. Raises UsageError."""
     from kvdb import config

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvdb.cli.interrupts import noted_interrupts
-from kvdb.cli.options import Seconds, open_store, store_option
+from kvdb.cli.options import open_store, store_option, timeout_option
 from kvdb.cli.output import Format, output_options, say, write_rows
 from kvdb.errors import MissingParameter, QueryError
 
@@ -53,14 +53,7 @@ GRACE_SECONDS = 0.25
     type=click.IntRange(min=0),
     help="Print at most this many rows.",
 )
-@click.option(
-    "--timeout",
-    default=10.0,
-    show_default=True,
-    type=Seconds(),
-    metavar="SECONDS",
-    help="Stop the statement after this time.",
-)
+@timeout_option
 @output_options
 @store_option
 def query(

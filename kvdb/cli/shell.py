@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from kvdb.cli.options import Seconds, open_store, store_option
+from kvdb.cli.options import open_store, store_option, timeout_option
 from kvdb.cli.output import say
 
 
@@ -24,14 +24,7 @@ from kvdb.cli.output import say
     type=click.IntRange(min=0),
     help="Show at most this many rows of a result.",
 )
-@click.option(
-    "--timeout",
-    default=10.0,
-    show_default=True,
-    type=Seconds(),
-    metavar="SECONDS",
-    help="Stop a statement after this time.",
-)
+@timeout_option
 @store_option
 def shell(mode: str, limit: int, timeout: float) -> None:
     """Ask the store at a prompt, in SQL and with commands such as .miss and .savings.
