@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 
 from kvdb.driver import Connection
-from kvdb.explain.case import Case, Neighbour, equal_parts, part_at, reusable
+from kvdb.explain.case import Case, Neighbour, equal_parts, part_title, reusable
 from kvdb.explain.causes import Sides, find_cause
 from kvdb.explain.explanation import Explanation
 from kvdb.explain.keyspaces import differences
@@ -159,11 +159,6 @@ def _say(
     prompt_text: str | None = None,
 ) -> Explanation:
     diagnosis, advice = words(code, facts)
-    if where is None and at is not None:
-        index = part_at(case.segments, at)
-        if index is not None:
-            tools = sum(part.kind == "tool" for part in case.segments)
-            where = case.segments[index].title(tools)
     speed = seconds_per_token(connection, case.space.id) if saving else None
     return Explanation(
         prompt_tokens=len(case.tokens),
@@ -172,7 +167,7 @@ def _say(
         diagnosis=diagnosis,
         advice=advice,
         differing_token=at,
-        where=where,
+        where=part_title(case.segments, at) if where is None else where,
         stored_text=stored_text,
         prompt_text=prompt_text,
         saving_tokens=saving,

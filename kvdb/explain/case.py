@@ -57,6 +57,14 @@ class Neighbour:
         return f"block {self.block_hash.hex()[:16]}"
 
 
+def part_title(segments: Sequence[Segment], at: int | None) -> str | None:
+    """What people call the part that token ``at`` lies in; None where that is not known."""
+    index = None if at is None else part_at(segments, at)
+    if index is None:
+        return None
+    return segments[index].title(sum(segment.kind == "tool" for segment in segments))
+
+
 def part_at(segments: Sequence[Segment], token: int) -> int | None:
     """Index of the part that holds ``token``; None behind the last."""
     ends = [segment.end for segment in segments]

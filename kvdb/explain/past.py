@@ -8,7 +8,7 @@ import numpy as np
 
 from kvdb.driver import Connection
 from kvdb.errors import UsageError
-from kvdb.explain.case import Case, Decode, part_at
+from kvdb.explain.case import Case, Decode, part_title
 from kvdb.explain.explanation import Explanation
 from kvdb.explain.keyspaces import key_space
 from kvdb.explain.wording import words
@@ -112,8 +112,6 @@ def _said_by_row(
 ) -> Explanation:
     facts = {"reason": ROW_REASONS.get(reason or "", reason or "nothing was missing")}
     diagnosis, advice = words(code, facts)
-    index = None if at is None else part_at(parts, at)
-    tools = sum(part.kind == "tool" for part in parts)
     return Explanation(
         prompt_tokens=prompt,
         hit_tokens=hits,
@@ -121,5 +119,5 @@ def _said_by_row(
         diagnosis=diagnosis,
         advice=advice,
         differing_token=at,
-        where=None if index is None else parts[index].title(tools),
+        where=part_title(parts, at),
     )
