@@ -68,13 +68,16 @@ def parts_left(store: Store, part: str) -> list[int]:
 
 
 def grow(store: Store, namespace: Namespace, tokens: np.ndarray) -> None:  # type: ignore[type-arg]
-    """Store a chain as an engine does: a block a put, with all its parts."""
+    """Store a chain as an engine does: a block a put, with all its parts; in many shards, however
+    fast the puts come, so that there is something to compact."""
     for block in range(len(tokens) // BLOCK):
         parts = {
             spec.name: part_bytes(spec, tokens, block * BLOCK, (block + 1) * BLOCK)
             for spec in namespace.layout.parts
         }
         store.put(namespace, tokens[: (block + 1) * BLOCK], [Payload(block, parts)])
+        if block % 8 == 7:
+            store.flush()
     store.flush()
 
 
