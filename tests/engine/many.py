@@ -7,7 +7,7 @@ from typing import Any
 
 from tiny_model import prompt_tokens
 
-from engine import End, Engine, Event, Request, Token
+from engine import End, Engine, Event, Load, Request, Token
 from engine.turns import Cancelled
 from kvdb.store import Store
 
@@ -50,6 +50,14 @@ def watch(engine: Engine, see: Callable[[Any], None]) -> None:
 def flush(engine: Engine) -> None:
     """Wait until all that was computed is stored."""
     engine.call(lambda worker: worker.storage.store.flush(30))
+
+
+def settle(engine: Engine) -> None:
+    """Wait until the engine has noticed that its clients are gone, and what it kept is stored."""
+    engine.call(lambda worker: None)  # behind the turn that is running
+    while engine.load() != Load():
+        engine.call(lambda worker: None)
+    flush(engine)
 
 
 def held(store: Store) -> int:

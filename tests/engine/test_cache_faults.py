@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cache_table import BLOCK, PROMPT, diverging, open_engine, other
-from many import cancel_when
+from many import cancel_when, settle
 from tiny_model import Run, equal, prompt_tokens, run
 from zoo import SPECIES, WINDOW, write_species
 
@@ -152,7 +152,7 @@ def test_aborted_prefill_discarded(models: Models, store: Store, species: str) -
         for event in events:
             if getattr(event, "done", 0) >= 100:
                 events.close()  # type: ignore[attr-defined]
-        engine.call(lambda worker: store.flush())
+        settle(engine)
         warm = run(engine, LONG, **SHORT)
     assert warm.stats.restored_tokens >= 96
     assert warm.stats.restored_tokens % BLOCK == 0

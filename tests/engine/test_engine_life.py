@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from many import settle
 from tiny_model import equal, prompt_tokens, run
 
 import kvdb
@@ -30,7 +31,7 @@ def test_a_cancelled_prefill_keeps_its_work(tiny: Path, store: Store, make_engin
         if isinstance(event, Progress) and event.done >= 512:
             break
     events.close()
-    engine.call(lambda worker: worker.storage.store.flush(30))
+    settle(engine)
     again = run(engine, LONG)
     assert again.stats.restored_tokens >= 512
     assert equal(run(make_engine(None, tiny), LONG), again, "max")
@@ -57,7 +58,7 @@ def test_a_cancelled_answer_keeps_its_state(tiny: Path, store: Store, make_engin
         if len(ids) == 50:
             break
     events.close()
-    engine.call(lambda worker: worker.storage.store.flush(30))
+    settle(engine)
     assert run(engine, [*prompt, *ids[:49]]).stats.restored_tokens >= 40 + 48
 
 

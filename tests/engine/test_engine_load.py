@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from many import ends, flush, held
+from many import ends, held, settle
 from tiny_model import prompt_tokens
 
 from engine import Engine, Event, Load, Request, Sampling
@@ -88,7 +88,7 @@ def serve(engine: Engine, requests: list[Request], seed: int) -> Outcome:
         thread.start()
     for thread in threads:
         thread.join()
-    flush(engine)
+    settle(engine)
     return Outcome(first_ms, len(finished), errors)
 
 

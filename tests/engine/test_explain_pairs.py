@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from chat_model import TEMPLATE, tool, write_chat_model
+from many import settle
 from tiny_model import write_adapter
 
 import kvdb
@@ -591,7 +592,7 @@ def test_never_stored_because_it_was_cancelled(bench: Make) -> None:
         if isinstance(event, Progress) and event.done >= 512:
             break
     events.close()  # type: ignore[attr-defined]
-    made.engine.call(lambda worker: worker.storage.store.flush(30))
+    settle(made.engine)
     found = check_unstored(made, "cancelled", len(ids(made.model, long)), long)
     assert found.hit_tokens >= 512
 
