@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from engine.events import Priority
 from engine.http.errors import Forbidden
@@ -81,7 +81,7 @@ def read_wishes(
     request_id = given.get("request_id")
     return Wishes(
         tenant=tenant,
-        priority=cast(Priority, priority),
+        priority=priority,
         store=not _flag("no_store", given.get("no_store", False)),
         ttl_seconds=_number("ttl", given.get("ttl")),
         salt=_salt(caller, tenant, _text("salt", given.get("salt", ""))),

@@ -12,6 +12,7 @@ from engine.http.errors import Problem, route_class
 from engine.http.openai_shapes import (
     SamplingFields,
     chat_logprobs,
+    finish_reason,
     openai_error,
     openai_usage,
     sampling_of,
@@ -135,11 +136,6 @@ def _choice(index: int, answer: Answer) -> dict[str, Any]:
         else None,
         "finish_reason": finish_reason(answer.reason),
     }
-
-
-def finish_reason(reason: str) -> str:
-    """OpenAI has no word for an answer that was cut short otherwise."""
-    return "length" if reason == "cancelled" else reason
 
 
 class ChatWriter:

@@ -104,6 +104,11 @@ def _likely(token: Likely) -> dict[str, Any]:
     return {"token": token.text, "bytes": list(token.raw), "logprob": token.logprob}
 
 
+def finish_reason(reason: str) -> str:
+    """OpenAI has no word for an answer that was cut short otherwise."""
+    return "length" if reason == "cancelled" else reason
+
+
 def openai_error(problem: Problem) -> dict[str, Any]:
     """``{"error": {message, type, param, code}}``."""
     other = "server_error" if problem.status >= 500 else "invalid_request_error"

@@ -46,12 +46,14 @@ async def respond_as_stream(turn: Turn, writer: Writer, keep_alive: float) -> Re
     except BaseException:
         turn.close()
         raise
-    return EventStream(_frames(turn, writer, keep_alive), _headers(turn))
+    return EventStream(frames(turn, writer, keep_alive), _headers(turn))
 
 
-async def _frames(turn: Turn, writer: Writer, keep_alive: float) -> AsyncGenerator[bytes]:
+async def frames(turn: Turn, writer: Writer, keep_alive: float) -> AsyncGenerator[bytes]:
+    """A turn's stream, closed at its end."""
     try:
-        yield writer.start()
+        if first := writer.start():
+            yield first
         while not turn.ended:
             pieces = await turn.pieces(keep_alive)
             body = b"".join(
@@ -60,7 +62,8 @@ async def _frames(turn: Turn, writer: Writer, keep_alive: float) -> AsyncGenerat
             )
             if body or not pieces:
                 yield body or KEEP_ALIVE
-        yield writer.end(turn.usage())
+        if last := writer.end(turn.usage()):
+            yield last
     except Exception as error:  # the border: a stream that began can only say it in a frame
         yield writer.error(problem_of(error))
     finally:

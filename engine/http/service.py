@@ -211,7 +211,8 @@ class Service:
             with self.pool.engine(model) as engine:
                 return engine.facts
 
-        return self.facts(model) or await asyncio.to_thread(load)
+        facts = self.facts(model)
+        return await asyncio.to_thread(load) if facts is None else facts
 
     def texts(self, model: str) -> TokenTexts:
         """The texts of a model's tokens."""

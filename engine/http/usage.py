@@ -28,6 +28,18 @@ def usage_of(stats: Sequence[Stats], segments: Sequence[Segment] = ()) -> Usage:
     return Usage(first.prompt_tokens, first.restored_tokens, generated, _kvdb(first, segments))
 
 
+def usage_of_all(usages: Sequence[Usage]) -> Usage:
+    """The sum of several requests' usage; what the cache did is told for each."""
+    if len(usages) == 1:
+        return usages[0]
+    return Usage(
+        sum(usage.prompt for usage in usages),
+        sum(usage.cached for usage in usages),
+        sum(usage.generated for usage in usages),
+        {"requests": [usage.kvdb for usage in usages]},
+    )
+
+
 def _kvdb(stats: Stats, segments: Sequence[Segment]) -> dict[str, Any]:
     times = {
         "load": stats.load_ms,
