@@ -32,13 +32,14 @@ NAMES = (
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who asks, as access found it. A tenant's key speaks for its tenant only, and gives its state
-    a ``salt``; the main key (no tenant) may name one."""
+    a ``salt``; the main key (no tenant) may name one. ``overview``: of the figures of all."""
 
     tenant: str = ""
     inference: bool = True
     admin: bool = False
     salt: bytes = b""
     key_id: int | None = None
+    overview: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Wishes:
 def caller_of(request: Request) -> Caller:
     """Who asks. Without access control everybody is the machine's own user."""
     caller = getattr(request.state, "caller", None)
-    return caller if isinstance(caller, Caller) else Caller(admin=True)
+    return caller if isinstance(caller, Caller) else Caller(overview=True, admin=True)
 
 
 def read_wishes(

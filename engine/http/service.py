@@ -177,6 +177,7 @@ class Service:
         self.now = now
         self.started = now()
         self.stopping = False
+        self.ready = False  # the models that were asked for at the start are in memory
         self._adapt = adapt
         self._post: Post | None = None
         self._facts: dict[str, ModelFacts] = {}
