@@ -1,0 +1,1 @@
+"""The HTTP adapter over the engine: dialects, access control, administration."""
