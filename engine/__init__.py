@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.engine import Engine, EngineClosed
+from engine.engine import Engine, EngineClosed, Handle, Sink
 from engine.events import (
     End,
     Event,
@@ -14,7 +14,7 @@ from engine.events import (
     Stats,
     Token,
 )
-from engine.models import ModelOptions
+from engine.models import ModelFacts, ModelOptions
 from engine.options import EngineOptions, TenantLimits
 from engine.pool import ModelBusy, Pool, PooledModel, PoolOptions
 
@@ -24,9 +24,11 @@ __all__ = [
     "EngineClosed",
     "EngineOptions",
     "Event",
+    "Handle",
     "Load",
     "Message",
     "ModelBusy",
+    "ModelFacts",
     "ModelOptions",
     "Pool",
     "PoolOptions",
@@ -34,6 +36,7 @@ __all__ = [
     "Progress",
     "Request",
     "Sampling",
+    "Sink",
     "Stats",
     "TenantLimits",
     "Token",

@@ -63,7 +63,7 @@ class Generation:
             given = encode(
                 request, loaded.prompts, loaded.context, worker.vocabulary, loaded=loaded.tokenizer
             )
-        self._given, self._prompt = given, given.tokens
+        self.given, self._prompt = given, given.tokens
         self._room = self._generation_room(loaded.context)
         self._chooser = Chooser(request.sampling, self._prompt, worker.vocabulary, index)
         self._output = Output(request, loaded.tokenizer, loaded.eos, self._room)
@@ -124,7 +124,7 @@ class Generation:
         """The further answers that the request asks for; each waits for :meth:`share`."""
         count = self._request.n if self._index == 0 else 1
         return [
-            Generation(self._worker, self._request, index=index, given=self._given)
+            Generation(self._worker, self._request, index=index, given=self.given)
             for index in range(1, count)
         ]
 
@@ -285,7 +285,7 @@ class Generation:
     def _message_ends(self) -> tuple[int, ...]:
         """Where another request may go on differently: as it was told, and behind the last message
         before the answer."""
-        parts = self._given.segments() if self._request.messages else []
+        parts = self.given.segments() if self._request.messages else []
         ends = [part.end for part in parts if part.kind in ("system", "message")]
         return (*self._request.boundaries, *ends[-1:])
 
@@ -483,7 +483,7 @@ class Generation:
                 cut_short=cut_short,
             ),
             () if self._recorder is None else self._recorder.tickets,
-            self._given.segments,
+            self.given.segments,
         )
 
     def _tip_hash(self) -> bytes | None:

@@ -91,6 +91,19 @@ class LoadedModel:
     load_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What of a loaded model can be used on any thread. ``context`` is the longest prompt,
+    ``vocabulary`` the number of token ids."""
+
+    name: str
+    context: int | None
+    vocabulary: int
+    prompts: PromptTokenizer | None
+    load_seconds: float
+    warmup_seconds: float
+
+
 def resolve(name: str) -> Path:
     """The folder of a model given by folder, by built-in name, or by hub id (downloaded if it is
     not here). Raises ModelError if there is none."""

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine import blas
-from engine.engine import Engine, EngineClosed
+from engine.engine import Engine, EngineClosed, Handle, Sink
 from engine.events import End, Event, Request
-from engine.models import ModelOptions, weight_bytes
+from engine.models import ModelFacts, ModelOptions, weight_bytes
 from engine.options import EngineOptions
 from kvdb.errors import KvdbError, OutOfMemory
 
@@ -114,7 +114,41 @@ class Pool:
         except BaseException:
             self._release(slot)
             raise
-        return _Events(events, lambda: self._release(slot))
+        return _Events(events, request.n, lambda: self._release(slot))
+
+    def submit(self, model: str, request: Request, sink: Sink) -> Handle:
+        """As :meth:`generate`, for who must not wait; see :meth:`Engine.submit`. A model that is
+        not in memory is loaded on a thread of its own, and what goes wrong then comes to
+        ``sink``. Raises EngineClosed."""
+        counting = _Counting(sink, request.n)
+        handle = Handle(request, counting)
+        with self._changed:
+            found = self._use(model)
+        if found is None:
+            threading.Thread(
+                target=self._load_and_submit,
+                name="kvdb-load",
+                daemon=True,
+                args=(model, handle, counting),
+            ).start()
+        else:
+            self._enqueue(*found, handle, counting)
+        return handle
+
+    def _load_and_submit(self, model: str, handle: Handle, counting: _Counting) -> None:
+        try:
+            slot, engine = self._acquire(model)
+            self._enqueue(slot, engine, handle, counting)
+        except Exception as error:  # it belongs to the client, who is waiting for it
+            counting(error)
+
+    def _enqueue(self, slot: _Slot, engine: Engine, handle: Handle, counting: _Counting) -> None:
+        counting.done = lambda: self._release(slot)
+        try:
+            engine.enqueue(handle)
+        except BaseException:
+            counting.end()
+            raise
 
     @contextmanager
     def engine(self, model: str) -> Iterator[Engine]:
@@ -124,6 +158,12 @@ class Pool:
             yield engine
         finally:
             self._release(slot)
+
+    def facts(self, model: str) -> ModelFacts | None:
+        """What is known of a model that is in memory."""
+        with self._changed:
+            slot = self._slots.get(model)
+            return None if slot is None or slot.engine is None else slot.engine.facts
 
     def pin(self, model: str, pinned: bool = True) -> None:
         """Keep a model loaded, loading it if need be; or let it go again."""
@@ -313,11 +353,35 @@ class Pool:
             self.expire()
 
 
+class _Counting:
+    """A sink that gives the model back, by ``done``, before the last event goes on."""
+
+    def __init__(self, sink: Sink, answers: int) -> None:
+        self._sink = sink
+        self._left = answers
+        self.done: Callable[[], None] | None = None
+
+    def __call__(self, item: Event | BaseException) -> None:
+        if isinstance(item, BaseException):
+            self._left = 0
+        elif isinstance(item, End):
+            self._left -= 1
+        if self._left <= 0:
+            self.end()
+        self._sink(item)
+
+    def end(self) -> None:
+        done, self.done = self.done, None
+        if done is not None:
+            done()
+
+
 class _Events(Iterator[Event]):
     """A request's events; gives its model back once, at the end of them or when dropped."""
 
-    def __init__(self, events: Iterator[Event], done: Callable[[], None]) -> None:
+    def __init__(self, events: Iterator[Event], answers: int, done: Callable[[], None]) -> None:
         self._events = events
+        self._left = answers
         self._done: Callable[[], None] | None = done
 
     def __next__(self) -> Event:
@@ -327,7 +391,9 @@ class _Events(Iterator[Event]):
             self._end()
             raise
         if isinstance(event, End):
-            self._end()
+            self._left -= 1
+            if not self._left:
+                self._end()
         return event
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from engine.generation import Generation
     from engine.guard import Claim
     from engine.options import EngineOptions, TenantLimits
+    from engine.prompt.encode import Prompt
     from engine.worker import Worker
 
 # Decode steps after which the memory they take is measured again.
@@ -45,7 +46,9 @@ class Client(Protocol):
     def arrived(self) -> float: ...
     @property
     def cancelled(self) -> bool: ...
-    def put(self, item: Event | BaseException) -> None: ...
+    @property
+    def put(self) -> Callable[[Event | BaseException], None]: ...
+    def accept(self, prompt: Prompt) -> None: ...
 
 
 class Run:
@@ -134,6 +137,7 @@ class Scheduler:
         except BaseException as error:  # it belongs to the client, who is waiting for it
             client.put(error)
         else:
+            client.accept(generation.given)
             self._runs.append(Run(client, generation))
 
     def turn(self) -> bool:

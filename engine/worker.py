@@ -82,6 +82,18 @@ class Worker:
         self.steps = self.guard.steps(self.block_tokens)
         self._warmup_ms = (time.perf_counter() - began) * 1e3 - self._load_ms
 
+    @property
+    def facts(self) -> models.ModelFacts:
+        loaded = self.loaded
+        return models.ModelFacts(
+            loaded.name,
+            loaded.context,
+            self.vocabulary,
+            loaded.prompts,
+            self._load_ms / 1e3,
+            self._warmup_ms / 1e3,
+        )
+
     def new_caches(self) -> list[Any]:
         """Empty caches of the model; UsageError where ``kv_bits`` does not fit it."""
         options = self.loaded.options

@@ -1,1 +1,1 @@
-"""The HTTP adapter over the engine: dialects, access control, administration."""
+"""The HTTP adapter: API dialects over ``engine.Pool``. Nothing about caching is decided here."""

@@ -1,0 +1,303 @@
+"""One turn, whatever the dialect: what is asked becomes an engine request, and the engine's events
+become pieces of answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from engine.events import End, Event, Progress, Request, Sampling, Stats, Token
+from engine.http.caller import Wishes, caller_of, read_wishes
+from engine.http.errors import Stopping, TooLate
+from engine.http.usage import Usage, usage_of
+from kvdb.errors import UsageError
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HttpRequest
+
+    from engine.http.service import Answering, Limits, Served, Service
+    from engine.http.tokens import TokenTexts
+
+MAX_STOPS = 16
+Reason = Literal["stop", "length", "tool_calls", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a body asks for. ``prompt`` are keywords of :class:`engine.events.Request`: one of text,
+    messages and tokens, and tools and template options; ``sampling`` those of Sampling. What is
+    None was not said."""
+
+    prompt: Mapping[str, Any]
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    max_tokens: int | None = None
+    stop: str | Sequence[str] | None = None
+    logprobs: int | None = None
+    n: int | None = None
+    kvdb: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """More of the answer's text."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """More of what the model says to itself."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """The answer's tool call ``number`` (from 0) begins."""
+
+    index: int
+    number: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of the JSON text of a tool call's arguments."""
+
+    index: int
+    number: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Likely:
+    """A token that could have been next."""
+
+    id: int
+    text: str
+    raw: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The token that came next and the likeliest ones, where log probabilities were asked for."""
+
+    index: int
+    token: Likely
+    top: tuple[Likely, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The last piece of an answer."""
+
+    index: int
+    reason: Reason
+
+
+Piece = Text | Reasoning | CallStart | CallArguments | Chosen | Ended | Progress
+
+
+@dataclass(slots=True)
+class Answer:
+    """All pieces of one answer together."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, str]] = field(default_factory=list)
+    tokens: list[Chosen] = field(default_factory=list)
+    reason: Reason = "stop"
+
+    def add(self, piece: Piece) -> None:
+        if isinstance(piece, Text):
+            self.text += piece.text
+        elif isinstance(piece, Reasoning):
+            self.reasoning += piece.text
+        elif isinstance(piece, CallStart):
+            self.calls.append({"id": piece.id, "name": piece.name, "arguments": ""})
+        elif isinstance(piece, CallArguments):
+            self.calls[piece.number]["arguments"] += piece.text
+        elif isinstance(piece, Chosen):
+            self.tokens.append(piece)
+        elif isinstance(piece, Ended):
+            self.reason = piece.reason
+
+
+class Turn:
+    """A request that was handed in, and its answers. Close it: that cancels what has not ended, as
+    does the client's going away."""
+
+    def __init__(self, service: Service, answering: Answering, http: HttpRequest) -> None:
+        self.created = int(service.now())
+        self._service = service
+        self._answering = answering
+        self._texts: TokenTexts | None = None
+        self._stats: dict[int, Stats] = {}
+        self._early: list[Event] = []
+        self._watcher = asyncio.create_task(self._watch(http))
+
+    @property
+    def id(self) -> str:
+        return self._answering.id
+
+    @property
+    def n(self) -> int:
+        return self._answering.request.n
+
+    @property
+    def ended(self) -> bool:
+        return len(self._stats) == self.n
+
+    async def begun(self, seconds: float) -> None:
+        """Wait for the first event: what is wrong with a request shows before any of its answer is
+        sent. Not longer than ``seconds``, so that a stream can say that it is alive."""
+        self._early = await self._answering.events(seconds)
+
+    async def pieces(self, seconds: float | None = None) -> list[Piece]:
+        """What came; nothing after ``seconds``. Raises what the engine raised, Stopping for an
+        answer cut short by the server's end, TooLate for one that never began."""
+        events, self._early = self._early, []
+        if not events:
+            events = await self._answering.events(seconds)
+        return [piece for event in events for piece in self._read(event)]
+
+    async def answers(self) -> list[Answer]:
+        """All answers, when they have ended."""
+        answers = [Answer() for _ in range(self.n)]
+        while not self.ended:
+            for piece in await self.pieces():
+                if not isinstance(piece, Progress):
+                    answers[piece.index].add(piece)
+        return answers
+
+    def usage(self) -> Usage:
+        """Once all have ended."""
+        return usage_of([self._stats[i] for i in sorted(self._stats)], self._answering.segments())
+
+    def close(self) -> None:
+        self._watcher.cancel()
+        if not self._answering.ended:
+            self._answering.cancel()
+
+    def _read(self, event: Event) -> Iterator[Piece]:
+        if isinstance(event, Progress):
+            yield event
+            return
+        if event.text:
+            yield Text(event.index, event.text)
+        if isinstance(event, Token):
+            if event.logprob is not None:
+                yield self._chosen(event, event.logprob)
+            return
+        yield Ended(event.index, self._end(event))
+
+    def _chosen(self, token: Token, logprob: float) -> Chosen:
+        if self._texts is None:
+            self._texts = self._service.texts(self._answering.model)
+        texts = self._texts
+        return Chosen(
+            token.index,
+            Likely(token.id, *texts[token.id], logprob),
+            tuple(Likely(id_, *texts[id_], value) for id_, value in token.top_logprobs),
+        )
+
+    def _end(self, end: End) -> Reason:
+        self._stats[end.index] = end.stats
+        if end.reason == "cancelled" and self._answering.parked:
+            raise Stopping(
+                "The server was shut down before the answer was complete; what was computed is "
+                "kept: ask again."
+            )
+        if end.reason == "deadline":
+            if not end.stats.generated_tokens:
+                raise TooLate("The time for this request was over before its answer began.")
+            return "length"
+        return end.reason
+
+    async def _watch(self, http: HttpRequest) -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            continue
+        self._answering.cancel()
+
+
+def begin(service: Service, http: HttpRequest, model: str, ask: Ask) -> Turn:
+    """Hand in what ``http`` asks of ``model``. Raises what is wrong with it in one sentence."""
+    served = service.find(model)
+    wishes = read_wishes(http.headers, ask.kvdb, caller_of(http))
+    request = request_of(ask, wishes, served, service.limits)
+    return Turn(service, service.open(served, request, wishes.request_id), http)
+
+
+def request_of(ask: Ask, wishes: Wishes, served: Served, limits: Limits) -> Request:
+    """The engine's request. Raises UsageError in one sentence."""
+    check_size(ask, limits)
+    sampling = {key: value for key, value in ask.sampling.items() if value is not None}
+    deadline = wishes.deadline_ms
+    if limits.request_seconds is not None:
+        deadline = min(deadline or float("inf"), limits.request_seconds * 1e3)
+    return Request(
+        **ask.prompt,
+        max_tokens=_max_tokens(ask, served, limits),
+        stop=_stops(ask.stop),
+        sampling=Sampling(**{**served.sampling, **sampling}),
+        logprobs=ask.logprobs,
+        n=1 if ask.n is None else ask.n,
+        reuse=served.reuse,
+        store=wishes.store,
+        tenant=wishes.tenant,
+        client=wishes.client,
+        salt=wishes.salt,
+        ttl_seconds=wishes.ttl_seconds,
+        priority=wishes.priority,
+        deadline_ms=deadline,
+    )
+
+
+def _max_tokens(ask: Ask, served: Served, limits: Limits) -> int:
+    most = limits.max_tokens
+    if ask.max_tokens is None:
+        return served.max_tokens if most is None else min(served.max_tokens, most)
+    if most is not None and ask.max_tokens > most:
+        raise UsageError(f"max_tokens may be at most {most} here, not {ask.max_tokens}.")
+    return ask.max_tokens
+
+
+def _stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(stops) > MAX_STOPS:
+        raise UsageError(f"There may be at most {MAX_STOPS} stop texts, not {len(stops)}.")
+    return stops
+
+
+def check_size(ask: Ask, limits: Limits) -> None:
+    """Raise UsageError for more messages, or deeper nesting, than the server takes."""
+    messages = ask.prompt.get("messages") or ()
+    if len(messages) > limits.max_messages:
+        raise UsageError(
+            f"A request may have at most {limits.max_messages} messages, not {len(messages)}."
+        )
+    document = [ask.prompt.get(key) for key in ("messages", "tools", "template_options")]
+    if deeper_than(document, limits.max_nesting + 1):
+        raise UsageError(f"A request may be nested at most {limits.max_nesting} levels deep.")
+
+
+def deeper_than(document: object, levels: int) -> bool:
+    """Whether lists and objects are nested more than ``levels`` deep. Does not recurse."""
+    layer: list[object] = [document]
+    for _ in range(levels + 1):
+        inner: list[object] = []
+        for item in layer:
+            if isinstance(item, Mapping):
+                inner.extend(item.values())
+            elif isinstance(item, list | tuple):
+                inner.extend(item)
+        if not inner:
+            return False
+        layer = inner
+    return any(isinstance(item, Mapping | list | tuple) for item in layer)
