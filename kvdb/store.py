@@ -406,6 +406,11 @@ class Store(Namespaces, Upkeep):
 
         self._require_writer().submit_task(write, prepare)
 
+    def later(self, write: Callable[[Any], None]) -> None:
+        """Run a small write on the index in the background, with the writer's next commit: what
+        may be lost, but must not wait for the disk."""
+        self._require_writer().submit_task(write)
+
     def info(self) -> StoreInfo:
         return collect_info(self)
 

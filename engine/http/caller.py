@@ -32,14 +32,15 @@ NAMES = (
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who asks, as access found it. A tenant's key speaks for its tenant only, and gives its state
-    a ``salt``; the main key (no tenant) may name one. ``overview``: of the figures of all."""
+    a ``salt``; the main key (no tenant) may name one. ``overview`` lets it see the figures of all
+    tenants."""
 
     tenant: str = ""
     inference: bool = True
+    overview: bool = False
     admin: bool = False
     salt: bytes = b""
     key_id: int | None = None
-    overview: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,6 @@ class Limits:
 
     max_waiting: int = 64
     max_messages: int = 10_000
-    max_nesting: int = 64
     max_tokens: int | None = None
     request_seconds: float | None = None
     keep_alive_seconds: float = 10.0

@@ -1,4 +1,4 @@
-"""What shards do not hold (names, history, settings, recency), taken over from an old index."""
+"""What shards do not hold (names, history, settings, keys, recency), from an old index."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ROWS_PER_TRANSACTION = 500
 
 
 def recover_rest(database: Database, root: Path) -> tuple[int, list[str]]:
-    """Sequences, history, settings and ticks from the old index, else from its backup. Returns the
-    number of named sequences recovered, and what is lost in words."""
+    """Sequences, history, settings, keys and ticks from the old index, else from its backup.
+    Returns the number of named sequences recovered, and what is lost in words."""
     with database.read() as connection:
         own_columns = {row[1] for row in connection.execute("PRAGMA table_info(requests)")}
     for name in (driver.INDEX_NAME, BACKUP_NAME):
@@ -46,16 +46,18 @@ def recover_rest(database: Database, root: Path) -> tuple[int, list[str]]:
         sequences, lost = _write_rest(database, rest)
         if name == BACKUP_NAME:
             made = datetime.fromtimestamp(source.stat().st_mtime, UTC)
-            lost.append(f"names and history newer than the backup of {made:%Y-%m-%d %H:%M} UTC")
+            lost.append(
+                f"names, keys and history newer than the backup of {made:%Y-%m-%d %H:%M} UTC"
+            )
         return sequences, lost
     with database.write() as connection:
         _set_settings(connection, [])
-    return 0, ["named sequences, request history and settings: no readable index or backup"]
+    return 0, ["named sequences, request history, settings and keys: no readable index or backup"]
 
 
 @dataclass(slots=True)
-class _Totals:
-    """Rows of a table of kept totals; the last value of each is its namespace's fingerprint."""
+class _Rows:
+    """Rows of a table. Of kept totals the last value of each is its namespace's fingerprint."""
 
     columns: list[str]
     rows: list[tuple[Any, ...]]
@@ -70,9 +72,10 @@ class _Rest:
     sequences: list[tuple[str, bytes | None, bytes, str, int | None, int]]
     request_columns: list[str]
     requests: list[tuple[Any, ...]]
-    totals: dict[str, _Totals]
+    totals: dict[str, _Rows]
     access: list[tuple[bytes, str, int, int, int, int]]
     tenants: list[tuple[bytes, str]]
+    keys: _Rows
 
 
 # Kept totals, each row with a namespace; 0, and a namespace that is gone, is "none".
@@ -109,7 +112,13 @@ def _read_rest(old: Connection, own_columns: set[str]) -> _Rest:
             "WHERE state = 'live'"
         ).fetchall(),
         tenants=old.execute("SELECT fingerprint, tenant FROM namespaces").fetchall(),
+        keys=_read_keys(old),
     )
+
+
+def _read_keys(old: Connection) -> _Rows:
+    columns = list(_columns(old, "keys"))
+    return _Rows(columns, old.execute("SELECT * FROM keys").fetchall() if columns else [])
 
 
 def _columns(connection: Connection, table: str) -> dict[str, bool]:
@@ -118,15 +127,15 @@ def _columns(connection: Connection, table: str) -> dict[str, bool]:
     return {row[1]: row[5] > 0 for row in rows}
 
 
-def _read_totals(old: Connection, table: str) -> _Totals:
+def _read_totals(old: Connection, table: str) -> _Rows:
     rows = old.execute(
         f"SELECT t.*, n.fingerprint FROM {table} AS t "  # noqa: S608 - one of TOTALS
         "LEFT JOIN namespaces AS n ON n.id = t.namespace_id"
     ).fetchall()
-    return _Totals(list(_columns(old, table)), rows)
+    return _Rows(list(_columns(old, table)), rows)
 
 
-def _write_totals(connection: Connection, table: str, old: _Totals) -> int:
+def _write_totals(connection: Connection, table: str, old: _Rows) -> int:
     """Put the old totals in the place of those that triggers made of the rows taken over. Returns
     how many rows are of no use."""
     own = _columns(connection, table)
@@ -144,6 +153,17 @@ def _write_totals(connection: Connection, table: str, old: _Totals) -> int:
         row[old.columns.index("namespace_id")] = 0 if namespace is None else namespace[0]
         values.append(row)
     return _each(connection, insert, values)
+
+
+def _write_keys(connection: Connection, old: _Rows) -> int:
+    """Returns how many rows are of no use."""
+    if not set(old.columns) <= set(_columns(connection, "keys")):
+        return len(old.rows)
+    insert = (
+        f"INSERT INTO keys ({', '.join(old.columns)}) "  # noqa: S608 - names of our own table
+        f"VALUES ({', '.join('?' * len(old.columns))})"
+    )
+    return _each(connection, insert, old.rows)
 
 
 def _set_settings(connection: Connection, settings: list[tuple[str, str]]) -> int:
@@ -179,6 +199,7 @@ def _write_rest(database: Database, rest: _Rest) -> tuple[int, list[str]]:
         refused += _set_settings(connection, rest.settings)
         set_tenant = "UPDATE namespaces SET tenant = ?2 WHERE fingerprint = ?1"
         refused += _each(connection, set_tenant, rest.tenants)
+        refused += _write_keys(connection, rest.keys)
         set_counter = "UPDATE counters SET value = ?2 WHERE name = ?1"
         refused += _each(connection, set_counter, rest.counters)
         for name, tip, fingerprint, tenant, expires, created in rest.sequences:

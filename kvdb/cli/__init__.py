@@ -30,6 +30,7 @@ VERBS: Mapping[str, str] = {
     "explain": "Say how much of a prompt would hit, where it stops, and why.",
     "generate": "Generate text; prompts computed once are never computed again.",
     "info": "Show what the store holds and how large it is.",
+    "keys": "Make, list and revoke the keys of those who may ask over HTTP.",
     "ls": "List blocks, shards, namespaces, sequences or requests.",
     "migrate": "Bring the store's schema up to date.",
     "models": "List models, or pull a small one.",

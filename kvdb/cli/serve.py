@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,9 +24,10 @@ from kvdb.cli.output import human_bytes, say
 from kvdb.errors import ModelError
 
 if TYPE_CHECKING:
+    from engine.http.access import AccessOptions
     from engine.http.service import Drained, Served
     from engine.pool import PooledModel
-    from kvdb.config import Value
+    from kvdb.config import Settings, Value
     from kvdb.store import Store
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -115,7 +117,10 @@ def serve(models: tuple[str, ...], no_store: bool) -> None:
     _check_installed()
     import uvicorn
 
-    from engine.http.app import create_app
+    from engine.http.access import access_control
+    from engine.http.app import ROUTERS, create_app
+    from engine.http.connections import uvicorn_options
+    from engine.http.levels import Rules
     from engine.http.lifecycle import Server, listen, url
     from engine.http.service import Limits, Service
     from engine.pool import Pool, PoolOptions
@@ -135,13 +140,16 @@ def serve(models: tuple[str, ...], no_store: bool) -> None:
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(spoken_log())
-        listening = stack.enter_context(listen(values["serve.host"], values["serve.port"]))
         store = None if no_store else usable_store(values, ram=True)
         if store is not None:
             stack.callback(store.close)
+        access = _access(values)
+        guard = access_control(access, store, Rules(ROUTERS))
+        listening = stack.enter_context(listen(access.host, access.port))
         pool = stack.enter_context(Pool(store, options))
         service = Service(pool, store, served, limits)
-        config = uvicorn.Config(create_app(service), log_config=None, access_log=False)
+        app = create_app(service, guard)
+        config = uvicorn.Config(app, log_config=None, **uvicorn_options(access))
         first = [names[0], *(name for name in names[1:] if pooled[name].pinned)]
         server = Server(
             config, service, first, drain_seconds=values["serve.drain_seconds"], say=say
@@ -163,6 +171,14 @@ def _check_installed() -> None:
 
     if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
         raise ModelError("Serving needs fastapi and uvicorn, which are not installed.")
+
+
+def _access(values: Settings) -> AccessOptions:
+    """Who is let in. Raises UsageError."""
+    from engine.http.access import AccessOptions
+
+    names = (each.name for each in fields(AccessOptions))
+    return AccessOptions(**{name: values[f"serve.{name}"] for name in names})
 
 
 def _pooled(values: Mapping[str, Value]) -> PooledModel:

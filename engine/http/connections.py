@@ -1,0 +1,68 @@
+"""How uvicorn listens: nothing it does by default gets round access control."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from engine.http.access import AccessOptions
+
+MAX_HEADER_BYTES = 64 << 10
+KEEP_ALIVE_SECONDS = 30
+
+
+class _PatientProtocol(H11Protocol):
+    """Ends a connection whose request's header is not complete in time: uvicorn would wait for
+    ever, and such clients could hold every descriptor."""
+
+    header_seconds: float
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_header()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+            self._await_header()
+        else:
+            self._stop_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _await_header(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(self.header_seconds, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+def uvicorn_options(options: AccessOptions) -> dict[str, Any]:
+    """Arguments of ``uvicorn.Config`` for a server that is guarded as ``options`` say.
+
+    uvicorn's own log would show query strings, and a proxy's headers are anybody's word.
+    """
+
+    class Protocol(_PatientProtocol):
+        header_seconds = options.header_seconds
+
+    return {
+        "host": options.host,
+        "port": options.port,
+        "http": Protocol,
+        "ws": "none",
+        "access_log": False,
+        "proxy_headers": False,
+        "server_header": False,
+        "h11_max_incomplete_event_size": MAX_HEADER_BYTES,
+        "timeout_keep_alive": KEEP_ALIVE_SECONDS,
+    }

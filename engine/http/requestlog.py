@@ -1,0 +1,70 @@
+"""A name for every request, and one line of JSON about it: no prompt, no query, no key."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.http.caller import Caller
+from engine.http.levels import Rules
+
+log = logging.getLogger("kvdb.http.requests")
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
+
+
+class RequestLog:
+    """Sets ``request.state.request_id``, to the client's ``x-request-id`` if that is one, and says
+    it in the answer: in ``x-request-id``, and in ``request-id`` as Anthropic's clients read it."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        rules: Rules,
+        *,
+        seconds: Callable[[], float] = time.monotonic,
+        new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
+    ) -> None:
+        self._app, self._rules, self._seconds, self._new_id = app, rules, seconds, new_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if REQUEST_ID.fullmatch(given) else self._new_id()
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        names = [(name, request_id.encode()) for name in (b"x-request-id", b"request-id")]
+        status, nbytes, began = 0, 0, self._seconds()
+
+        async def note(message: Message) -> None:
+            nonlocal status, nbytes
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), *names]}
+            elif message["type"] == "http.response.body":
+                nbytes += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note)
+        finally:
+            rule = self._rules.find(scope)
+            caller = state.get("caller")
+            line = {
+                "request_id": request_id,
+                "method": scope["method"],
+                # The path as it is may hold anything; a template holds nothing of the client's.
+                "route": None if rule is None else rule.template,
+                "status": status or None,
+                "ms": round((self._seconds() - began) * 1000, 1),
+                "bytes": nbytes,
+                "key_id": caller.key_id if isinstance(caller, Caller) else None,
+                "tenant": caller.tenant if isinstance(caller, Caller) else None,
+            }
+            log.info("%s", json.dumps(line))
