@@ -4,6 +4,7 @@ become pieces of answers."""
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -134,6 +135,7 @@ class Turn:
     does the client's going away."""
 
     def __init__(self, service: Service, answering: Answering, http: HttpRequest) -> None:
+        self.id = uuid.uuid4().hex
         self.created = int(service.now())
         self._service = service
         self._answering = answering
@@ -141,10 +143,6 @@ class Turn:
         self._stats: dict[int, Stats] = {}
         self._early: list[Event] = []
         self._watcher = asyncio.create_task(self._watch(http))
-
-    @property
-    def id(self) -> str:
-        return self._answering.id
 
     @property
     def n(self) -> int:
@@ -231,7 +229,8 @@ def begin(service: Service, http: HttpRequest, model: str, ask: Ask) -> Turn:
     served = service.find(model)
     wishes = read_wishes(http.headers, ask.kvdb, caller_of(http))
     request = request_of(ask, wishes, served, service.limits)
-    return Turn(service, service.open(served, request, wishes.request_id), http)
+    name = wishes.request_id or getattr(http.state, "request_id", None)
+    return Turn(service, service.open(served, request, name), http)
 
 
 def request_of(ask: Ask, wishes: Wishes, served: Served, limits: Limits) -> Request:
