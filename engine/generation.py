@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -17,9 +19,10 @@ from engine import mlxlm
 from engine.accounts import Accounts, since
 from engine.batch import Seat
 from engine.boundaries import NO_BOUNDARIES, boundaries
-from engine.events import End, Event, FinishReason, Progress, Request, Stats, Token
+from engine.events import End, Event, FinishReason, Progress, Request, Sampling, Stats, Token
 from engine.live import LiveState
-from engine.logits import Row
+from engine.logits import Row, divergence
+from engine.masking import masked
 from engine.plan import Compute, Jump, Plan, Refill, plan
 from engine.prefill import Prefill
 from engine.prompt.encode import Prompt, encode
@@ -29,6 +32,7 @@ from engine.sampling import Choice, Chooser, top_logprobs
 from engine.text import Output
 from engine.turns import Cancelled, Forward, PromptEnd, StateLost, Turn, Wait
 from kvdb.identity import Tokens, as_tokens, chain_hashes
+from kvdb.segments import last_question
 
 if TYPE_CHECKING:
     from engine.storage import Storage
@@ -39,6 +43,9 @@ if TYPE_CHECKING:
 # mlx-lm gives freed buffers back this often while decoding.
 CLEAR_EVERY = 256
 CUT_SHORT = ("cancelled", "deadline")
+# An approximate answer is compared with the exact one over its first tokens.
+KL_TOKENS = 16
+UNMASKED = "too much is missing, or it is in the first block or the last message"
 
 
 class Generation:
@@ -85,6 +92,7 @@ class Generation:
         self._kept = len(self._prompt)  # tokens whose blocks were handed to the store
         self._finish: FinishReason | None = None
         self._lost = False  # the state went with a failed forward
+        self._raw: list[mx.array] | None = [] if request.measure_kl else None
         self._model = mlxlm.CountingModel(worker.model.model, worker.model)
         self._took.ready()
 
@@ -108,7 +116,7 @@ class Generation:
         request = self._request
         if not request.read or not request.store:
             return None
-        return request.salt, request.reuse
+        return request.salt, request.reuse, request.approximate
 
     @property
     def seat(self) -> Seat:
@@ -118,7 +126,7 @@ class Generation:
     @property
     def stores(self) -> bool:
         """Whether what it computes is stored, so that others may wait for a part of it."""
-        return self._storage is not None and self._request.store
+        return self._storage is not None and self._request.store and not self._took.masked
 
     def others(self) -> list[Generation]:
         """The further answers that the request asks for; each waits for :meth:`share`."""
@@ -137,7 +145,8 @@ class Generation:
         """Let another answer to the same prompt go on from here. Memory is shared until one of
         the two appends, stored blocks for ever."""
         other._shared = logits
-        other._took.share(len(self._prompt), self._took.match)
+        other._took.share(len(self._prompt), self._took)
+        other._alone = self._alone
         if self._live is not None:
             other._live = self._live.forked()
         if other._storage is not None and self._lease is not None:
@@ -157,6 +166,7 @@ class Generation:
                 self._keep_cut_short()
             self._keep_generated(final=True)
             yield from self._hold()
+            yield from self._measure()
         finally:
             self.release()
         stats = self._stats()
@@ -194,11 +204,11 @@ class Generation:
             choice = self._choose(Row.alone(logits))
             yield self._emit(choice)
         if choice is not None and logits is not None and self._ends_here():
-            self._took.settle(steps)
+            self._took.settle(steps, ends=True)
             yield PromptEnd(logits)
             return choice
         steps, live = self._restore(steps)
-        yield Progress(steps.restored, len(self._prompt))
+        yield Progress(self.done, len(self._prompt))
         computed = yield from self._compute(steps, live)
         raw = None if computed is None else logits_bytes(computed)
         logits = logits if computed is None else computed
@@ -242,7 +252,24 @@ class Generation:
     def _plan(self, **without: Any) -> Plan:
         found = None if self._lease is None else self._lease.match
         needs = self._worker.needs
-        return plan(found, len(self._prompt), self._request.reuse, needs, **without)
+        steps = plan(
+            found,
+            len(self._prompt),
+            self._request.reuse,
+            needs,
+            maskable=self._maskable,
+            **without,
+        )
+        if self._request.approximate and steps.refilled and not steps.masked:
+            self._took.unmasked = self._worker.unmaskable or UNMASKED
+        return steps
+
+    @cached_property
+    def _maskable(self) -> int:
+        """Up to which token holes may be masked."""
+        if not self._request.approximate or self._worker.unmaskable is not None:
+            return 0
+        return last_question(self._given.segments())
 
     def _stored_logits(self) -> mx.array | None:
         layout = self._worker.layout
@@ -264,13 +291,18 @@ class Generation:
         self._buffers = worker.buffers(layout, capacity_for(len(self._prompt), self._room))
         if self._storage is not None and self._lease is not None:
             steps = self._read(steps, self._buffers, self._storage, self._lease.match)
-        self._live = self._buffers.live(worker.new_caches())
+        caches = worker.new_caches()
+        self._live = self._buffers.live(masked(caches, steps.masks) if steps.masks else caches)
         self._took.settle(steps)
+        if steps.masks:
+            self._live.clear(steps.masks)
+            self._alone = "an approximate skip"
         prompt = len(self._prompt)
         messages = self._message_ends() if layout.states and steps.start < prompt else ()
         self._boundaries = boundaries(layout, worker.block_tokens, prompt, messages, exact=exact)
         self._took.restore_ms = since(began)
-        if self._storage is not None and self._request.store:
+        # What is computed over masked blocks is no function of the prefix: it is never stored.
+        if self._storage is not None and self._request.store and not steps.masks:
             known = {self._lease.match.blocks[i].end for i in steps.reads} if self._lease else set()
             self._recorder = Recorder(
                 self._storage,
@@ -370,6 +402,8 @@ class Generation:
     def _choose(self, row: Row, before: mx.array | None = None) -> Choice:
         if self._worker.observe is not None:
             self._worker.observe(row.raw)
+        if self._raw is not None and len(self._raw) < KL_TOKENS:
+            self._raw.append(row.raw)
         return self._chooser.choose(row, before)
 
     def _emit(self, choice: Choice) -> Token:
@@ -451,6 +485,39 @@ class Generation:
         except Cancelled:
             return
         self._took.held = self._storage.hold(tip, ttl, self._request.tenant)
+
+    def _measure(self) -> Generator[Turn, Row, None]:
+        """How far the answer of an approximate skip is from the exact one: the logits that its
+        first tokens were chosen from against those of the exact state, which is stored."""
+        if not self._raw or not self._took.masked or self._finish in CUT_SHORT:
+            return
+        count = min(len(self._raw), len(self._generated))
+        self._live = self._buffers = None  # the exact state takes its place
+        request = replace(
+            self._request,
+            approximate=False,
+            measure_kl=False,
+            sampling=Sampling(),
+            stop=(),
+            stop_tokens=(),
+            ignore_eos=True,
+            max_tokens=count + 1,
+            n=1,
+        )
+        exact = Generation(self._worker, request, given=self._given)
+        exact._raw = []
+        try:
+            for item in exact._begin():
+                yield item if isinstance(item, Wait) else Wait(lambda: True)
+        except Cancelled:
+            return
+        finally:
+            exact.release()
+        logits = exact._raw[0]
+        if count > 1 and exact._live is not None:
+            tokens = mx.array(self._generated[: count - 1])[None]
+            logits = mx.concatenate([logits, exact._model(tokens, exact._live.caches)[0]])
+        self._took.kl = divergence(logits, mx.concatenate(self._raw[:count]))
 
     # -- accounts ----------------------------------------------------------------------------
 

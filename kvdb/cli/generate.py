@@ -103,6 +103,17 @@ TERMINATED = 143
     type=click.Choice(["max", "exact"]),
     help="max: equal up to rounding; exact: the bits of a cold exact run.",
 )
+@click.option(
+    "--approximate",
+    is_flag=True,
+    help="Leave stored blocks whose state is gone out instead of computing them again: at most 5 % "
+    "of what is stored of the prompt, never its first block or the last message.",
+)
+@click.option(
+    "--measure-kl",
+    is_flag=True,
+    help="With --approximate: compute the exact answer's logits too, and say how far they are.",
+)
 @block_tokens_option
 @max_memory_option
 @click.option("--no-store", is_flag=True, help="Neither use the store nor feed it.")
@@ -162,10 +173,13 @@ def _generate(*, no_store: bool, stats: bool, as_json: bool, **options: Any) -> 
 
 
 def usage_line(stats: Stats) -> str:
-    """One line for people: what of the prompt was restored, refilled and computed."""
+    """One line for people: what of the prompt was restored, refilled, masked and computed."""
     parts = [f"{stats.restored_tokens} restored"]
     if stats.refilled_tokens:
         parts.append(f"{stats.refilled_tokens} refilled")
+    if stats.masked_tokens:
+        kl = "" if stats.kl is None else f" (KL {stats.kl:.2g})"
+        parts.append(f"{stats.masked_tokens} masked{kl}")
     parts.append(f"{stats.computed_tokens} computed ({stats.forwarded_prompt_tokens} forwarded)")
     first = "none" if stats.first_token_ms is None else f"after {stats.first_token_ms / 1e3:.2f} s"
     return (
@@ -237,6 +251,8 @@ def _request(
         ),
         logprobs=options["logprobs"],
         reuse=values["reuse"],
+        approximate=options["approximate"],
+        measure_kl=options["measure_kl"],
         client="kvdb generate",
     )
 
