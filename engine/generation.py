@@ -6,9 +6,9 @@ must not wait for, it asks of the scheduler (engine/turns.py).
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,11 @@ from engine import mlxlm
 from engine.accounts import Accounts, since
 from engine.batch import Seat
 from engine.boundaries import NO_BOUNDARIES, boundaries
-from engine.events import End, Event, FinishReason, Progress, Request, Sampling, Stats, Token
+from engine.events import End, Event, FinishReason, Progress, Request, Stats, Token
 from engine.live import LiveState
-from engine.logits import Row, divergence
+from engine.logits import Row
 from engine.masking import masked
+from engine.measuring import KL_TOKENS, exact_request, measure
 from engine.plan import Compute, Jump, Plan, Refill, plan
 from engine.prefill import Prefill
 from engine.prompt.encode import Prompt, encode
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 # mlx-lm gives freed buffers back this often while decoding.
 CLEAR_EVERY = 256
 CUT_SHORT = ("cancelled", "deadline")
-# An approximate answer is compared with the exact one over its first tokens.
-KL_TOKENS = 16
 UNMASKED = "too much is missing, or it is in the first block or the last message"
 
 
@@ -92,8 +91,8 @@ class Generation:
         self._kept = len(self._prompt)  # tokens whose blocks were handed to the store
         self._finish: FinishReason | None = None
         self._lost = False  # the state went with a failed forward
-        self._raw: list[mx.array] | None = [] if request.measure_kl else None
-        self._model = mlxlm.CountingModel(worker.model.model, worker.model)
+        self.raw: list[mx.array] | None = [] if request.measure_kl else None
+        self.model = mlxlm.CountingModel(worker.model.model, worker.model)
         self._took.ready()
 
     @property
@@ -185,7 +184,7 @@ class Generation:
 
     def _answer(self) -> Generator[Event | Turn, Row, None]:
         if self._shared is None:
-            choice = yield from self._begin()
+            choice = yield from self.begin()
         else:
             self._took.have_logits()
             choice = self._choose(Row.alone(self._shared))
@@ -194,7 +193,7 @@ class Generation:
         if self._finish is None and self._live is not None:
             yield from self._decode(choice, self._live)
 
-    def _begin(self) -> Generator[Event | Turn, Row, Choice]:
+    def begin(self) -> Generator[Event | Turn, Row, Choice]:
         """The state of the whole prompt, and the first token."""
         steps, logits = yield from self._look_up()
         choice = None
@@ -343,7 +342,7 @@ class Generation:
         began = time.perf_counter()
         worker, exact = self._worker, self._exact
         prefill = Prefill(
-            self._model,
+            self.model,
             live,
             self._prompt,
             worker.block_tokens if exact else worker.step,
@@ -402,8 +401,8 @@ class Generation:
     def _choose(self, row: Row, before: mx.array | None = None) -> Choice:
         if self._worker.observe is not None:
             self._worker.observe(row.raw)
-        if self._raw is not None and len(self._raw) < KL_TOKENS:
-            self._raw.append(row.raw)
+        if self.raw is not None and len(self.raw) < KL_TOKENS:
+            self.raw.append(row.raw)
         return self._chooser.choose(row, before)
 
     def _emit(self, choice: Choice) -> Token:
@@ -450,7 +449,7 @@ class Generation:
         tokens = np.concatenate([self._prompt, as_tokens(self._generated)])
         end = len(self._prompt) + self._fed
         worker = self._worker
-        prefill = Prefill(self._model, live, tokens, worker.step, False, steps=worker.steps)
+        prefill = Prefill(self.model, live, tokens, worker.step, False, steps=worker.steps)
         last = prefill.last_start(0, end)
         for _ in prefill.run(0, last):
             yield Wait(lambda: True)
@@ -487,37 +486,15 @@ class Generation:
         self._took.held = self._storage.hold(tip, ttl, self._request.tenant)
 
     def _measure(self) -> Generator[Turn, Row, None]:
-        """How far the answer of an approximate skip is from the exact one: the logits that its
-        first tokens were chosen from against those of the exact state, which is stored."""
-        if not self._raw or not self._took.masked or self._finish in CUT_SHORT:
+        """Compare an approximate answer with the exact one, if that is asked for."""
+        if not self.raw or not self._took.masked or self._finish in CUT_SHORT:
             return
-        count = min(len(self._raw), len(self._generated))
+        count = min(len(self.raw), len(self._generated))
         self._live = self._buffers = None  # the exact state takes its place
-        request = replace(
-            self._request,
-            approximate=False,
-            measure_kl=False,
-            sampling=Sampling(),
-            stop=(),
-            stop_tokens=(),
-            ignore_eos=True,
-            max_tokens=count + 1,
-            n=1,
-        )
+        request = exact_request(self._request, count)
         exact = Generation(self._worker, request, given=self._given)
-        exact._raw = []
-        try:
-            for item in exact._begin():
-                yield item if isinstance(item, Wait) else Wait(lambda: True)
-        except Cancelled:
-            return
-        finally:
-            exact.release()
-        logits = exact._raw[0]
-        if count > 1 and exact._live is not None:
-            tokens = mx.array(self._generated[: count - 1])[None]
-            logits = mx.concatenate([logits, exact._model(tokens, exact._live.caches)[0]])
-        self._took.kl = divergence(logits, mx.concatenate(self._raw[:count]))
+        with contextlib.suppress(Cancelled):
+            self._took.kl = yield from measure(exact, self.raw[:count], self._generated[:count])
 
     # -- accounts ----------------------------------------------------------------------------
 
@@ -531,8 +508,8 @@ class Generation:
         return self._took.stats(
             prompt=len(self._prompt),
             generated=len(self._generated),
-            forwarded=self._model.forwarded + self._fed,
-            forwarded_prompt=self._model.forwarded,
+            forwarded=self.model.forwarded + self._fed,
+            forwarded_prompt=self.model.forwarded,
             alone=self._alone,
             block_tokens=self._worker.block_tokens,
         )

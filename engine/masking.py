@@ -72,7 +72,8 @@ def refusal(
         model(mx.array([[token]]), made)
         for cache in made:
             cache.holes = ((0, 1),)
-        seen.append(model(mx.array([[0, 0]]), made))
+        # Several tokens and single ones may take different ways.
+        seen.append(mx.concatenate([model(mx.array(ids), made) for ids in ([[0, 0]], [[0]])], 1))
     if not mlxlm.scalar(mx.array_equal(seen[0], seen[1])):
         return "the model asks its caches for no mask"
     return None
