@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from engine.guide import Guide
 from kvdb.errors import UsageError
 
 Reuse = Literal["max", "exact"]
@@ -14,6 +15,9 @@ FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 Priority = Literal["interactive", "batch"]
 Message = Mapping[str, Any]
 MAX_ANSWERS = 128
+# From the tokens of the answer so far and logits, an MLX array ``(1, vocabulary)``, to other logits.
+# It runs on the engine's thread, for every token.
+LogitsProcessor = Callable[[Sequence[int], Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,11 @@ class Request:
     ``deadline_ms`` after it was handed in it ends, whatever it has by then. ``n`` answers come
     from one prompt: their tokens and ends carry an index.
 
+    ``guide`` is what the answer must be, such as JSON by a schema. ``processors`` make the logits
+    processors of each answer, which run between those of ``sampling`` and the guide's; what is
+    stored are the model's raw logits. A processor gets the answer's tokens so far, as it also may
+    after some were taken back.
+
     ``approximate`` lets stored blocks whose state is gone be left out of attention instead of being
     computed again: at most 5 % of what is stored of the prompt, never its first block, nor anything
     from the last user's message on, and only in chats and where all layers are of full attention
@@ -97,6 +106,8 @@ class Request:
     n: int = 1
     approximate: bool = False
     measure_kl: bool = False
+    processors: tuple[Callable[[], LogitsProcessor], ...] = ()
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         given = sum(value is not None for value in (self.text, self.messages, self.tokens))
@@ -110,6 +121,8 @@ class Request:
             raise UsageError(f"reuse must be 'max' or 'exact', not {self.reuse!r}.")
         if self.approximate and self.reuse == "exact":
             raise UsageError("reuse 'exact' cannot be approximate.")
+        if self.guide is not None and self.ignore_eos:
+            raise UsageError("A guided answer ends by the end token: ignore_eos cannot be used.")
         if self.measure_kl and not self.approximate:
             raise UsageError("measure_kl needs approximate: what is exact has no KL.")
         if self.logprobs is not None and self.logprobs < 0:

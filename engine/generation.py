@@ -71,7 +71,10 @@ class Generation:
             )
         self._given, self._prompt = given, given.tokens
         self._room = self._generation_room(loaded.context)
-        self._chooser = Chooser(request.sampling, self._prompt, worker.vocabulary, index)
+        own = [make() for make in request.processors]
+        self._chooser = Chooser(request.sampling, self._prompt, worker.vocabulary, index, own)
+        guide = request.guide
+        self._guide = None if guide is None else worker.token_masks.compile(guide)
         self._output = Output(request, loaded.tokenizer, loaded.eos, self._room)
         self._storage: Storage | None = None
         if request.read or request.store:
@@ -156,9 +159,12 @@ class Generation:
 
     def events(self) -> Generator[Event | Turn, Row, None]:
         """Run to the end. The lease is released whatever happens."""
-        self._took.begin()
         try:
             try:
+                if self._guide is not None:
+                    yield Wait(self._guide.done)
+                    self._chooser.add(self._worker.token_masks.mask(self._guide.result()))
+                self._took.begin()
                 yield from self._answer()
             except Cancelled as cancelled:
                 self._finish = cancelled.reason

@@ -25,6 +25,8 @@ def exact_request(request: Request, tokens: int) -> Request:
         request,
         approximate=False,
         measure_kl=False,
+        processors=(),
+        guide=None,
         sampling=Sampling(),
         stop=(),
         stop_tokens=(),

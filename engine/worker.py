@@ -25,6 +25,7 @@ from engine.plan import FULL_ATTENTION
 from engine.prefill import check_step
 from engine.restore import Buffers, capacity_for
 from engine.storage import Storage
+from engine.tokenmasks import TokenMasks
 from kvdb.errors import KvdbError, ModelError, UsageError
 from kvdb.identity import check_block_tokens
 from kvdb.layout import Layout
@@ -146,6 +147,12 @@ class Worker:
         except (ValueError, TypeError, AttributeError) as error:
             return f"the model takes no batch: {error}"
         return None
+
+    @cached_property
+    def token_masks(self) -> TokenMasks:
+        prompts = self.loaded.prompts
+        backend = None if prompts is None else prompts.backend
+        return TokenMasks(backend, self.vocabulary, self.loaded.eos)
 
     @cached_property
     def unmaskable(self) -> str | None:

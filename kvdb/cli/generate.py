@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -77,6 +77,11 @@ TERMINATED = 143
     type=click.IntRange(min=0),
     metavar="N",
     help="With --json: each token's log probability, and those of the N likeliest.",
+)
+@click.option(
+    "--json-schema",
+    type=click.File(encoding="utf-8"),
+    help="The answer is JSON by the JSON Schema in this file.",
 )
 @click.option("--adapter-path", type=click.Path(path_type=Path), help="Folder of an adapter.")
 @click.option("--kv-bits", type=int, help="Quantise the KV cache to this many bits.")
@@ -230,8 +235,9 @@ def _spoken_log() -> Iterator[None]:
 def _request(
     engine: Engine, prompt: dict[str, Any], options: dict[str, Any], values: Settings
 ) -> Request:
-    from engine import Request, Sampling
+    from engine import Guide, Request, Sampling
 
+    schema = options["json_schema"]
     chat = as_chat(
         prompt,
         template=has_template(engine),
@@ -253,8 +259,16 @@ def _request(
         reuse=values["reuse"],
         approximate=options["approximate"],
         measure_kl=options["measure_kl"],
+        guide=None if schema is None else Guide.schema(_read(schema)),
         client="kvdb generate",
     )
+
+
+def _read(file: TextIO) -> str:
+    try:
+        return file.read()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"The JSON schema is not UTF-8 text: {error}.") from error
 
 
 def has_template(engine: Engine) -> bool:

@@ -234,7 +234,10 @@ def test_an_exact_request_beside_it_is_exact(chat: Chat) -> None:
     chat.ask(max_tokens=1)
     chat.hole(HOLE)
     other = asking("Who saw it?")
-    both = [chat.engine.generate(Request(messages=other, approximate=a, max_tokens=2)) for a in (True, False)]
+    both = [
+        chat.engine.generate(Request(messages=other, approximate=a, max_tokens=2))
+        for a in (True, False)
+    ]
     ends = [next(event for event in events if isinstance(event, End)) for events in both]
     assert [end.stats.masked_tokens for end in ends] == [BLOCK, 0]
 
