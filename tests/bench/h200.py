@@ -364,6 +364,9 @@ def run(bench: Bench) -> None:
         with bench.section("store"):
             stats = bench.keep(engine, bench.prompt)
             bench.result["prefill_while_storing_ms"] = round(stats.prefill_ms, 1)
+            # Another prompt: the host's memory was locked by the first one.
+            stats = bench.keep(engine, bench.prompt[::-1])
+            bench.result["prefill_while_storing_again_ms"] = round(stats.prefill_ms, 1)
         with bench.section("disk"):
             tiers(bench.store, engine, 0)
             disk = restores(bench, engine, "disk", ram=False)
