@@ -28,8 +28,8 @@ import numpy as np
 
 import kvdb
 from engine import End, Engine, EngineOptions, ModelOptions, Request, blas
-from kvdb.identity import ModelIdentity
 from kvdb.store import Store
+from tests.bench.random_model import use_random_weights
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -56,38 +56,6 @@ TINY = {
     "vocab_size": 512,
 }
 Times = list[float]
-
-
-def use_random_weights(config: dict[str, Any]) -> None:
-    """Let engines load a random bf16 model of ``config``, whatever the name; nothing is on disk."""
-    from engine import models
-
-    def load(name: str, options: ModelOptions) -> models.LoadedModel:
-        import mlx.core as mx
-        from mlx_lm.models.llama import Model, ModelArgs
-
-        from engine.mlxlm import CountingModel
-
-        began = time.perf_counter()
-        mx.random.seed(0)
-        model = Model(ModelArgs.from_dict(config))
-        model.set_dtype(mx.bfloat16)
-        mx.eval(model.parameters())
-        model.eval()
-        return models.LoadedModel(
-            name=name,
-            folder=Path(),
-            model=CountingModel(model),
-            tokenizer=None,
-            prompts=None,
-            identity=ModelIdentity("random", json.dumps(config)),
-            context=config["max_position_embeddings"],
-            eos=frozenset(),
-            options=options,
-            load_seconds=time.perf_counter() - began,
-        )
-
-    models.load = load
 
 
 class Bench:
@@ -428,7 +396,7 @@ def main() -> None:
     if options.tiny and mlxlm.host_memory():  # the code of a device that is not here
         mlxlm.host_memory = lambda: False
         mlxlm.device_bytes = lambda: 1 << 30
-    use_random_weights(TINY if options.tiny else LLAMA_8B)
+    use_random_weights(TINY if options.tiny else LLAMA_8B, "bfloat16")
     with (
         tempfile.TemporaryDirectory(dir=options.folder) as folder,
         kvdb.open(
