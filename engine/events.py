@@ -15,8 +15,8 @@ FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 Priority = Literal["interactive", "batch"]
 Message = Mapping[str, Any]
 MAX_ANSWERS = 128
-# From the tokens of the answer so far and logits, an MLX array ``(1, vocabulary)``, to other logits.
-# It runs on the engine's thread, for every token.
+# Takes the tokens of the answer so far, and logits: an MLX array ``(1, vocabulary)``. Gives other
+# logits. It runs on the engine's thread, for every token.
 LogitsProcessor = Callable[[Sequence[int], Any], Any]
 
 
