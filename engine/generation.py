@@ -274,7 +274,7 @@ class Generation:
         """Up to which token holes may be masked."""
         if not self._request.approximate or self._worker.unmaskable is not None:
             return 0
-        return last_question(self._given.segments())
+        return last_question(self.given.segments())
 
     def _stored_logits(self) -> mx.array | None:
         layout = self._worker.layout
@@ -498,7 +498,7 @@ class Generation:
         count = min(len(self.raw), len(self._generated))
         self._live = self._buffers = None  # the exact state takes its place
         request = exact_request(self._request, count)
-        exact = Generation(self._worker, request, given=self._given)
+        exact = Generation(self._worker, request, given=self.given)
         with contextlib.suppress(Cancelled):
             self._took.kl = yield from measure(exact, self.raw[:count], self._generated[:count])
 
