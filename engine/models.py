@@ -103,6 +103,7 @@ class ModelFacts:
     context: int | None
     vocabulary: int
     prompts: PromptTokenizer | None
+    answer_style: AnswerStyle | None
     load_seconds: float
     warmup_seconds: float
 

@@ -92,6 +92,7 @@ class Worker:
             loaded.context,
             self.vocabulary,
             loaded.prompts,
+            loaded.answer_style,
             self._load_ms / 1e3,
             self._warmup_ms / 1e3,
         )

@@ -49,7 +49,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     with ExitStack() as stack:  # what is begun is closed again when a later one is refused
         turns = []
         for prompt in prompts:
-            turns.append(begin(service, request, body.model, _ask(body, prompt)))
+            turns.append(await begin(service, request, body.model, _ask(body, prompt)))
             stack.callback(turns[-1].close)
         echoes = await _echoes(service, body, prompts)
         head = _head(turns[0], body.model)
