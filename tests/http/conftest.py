@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
 
 import httpx  # noqa: E402
 import openai  # noqa: E402
-from chat_model import write_chat_model  # noqa: E402
+from chat_model import TEMPLATE, write_chat_model  # noqa: E402
 
 import kvdb  # noqa: E402
 from engine import EngineOptions, Pool, PooledModel, PoolOptions, Request  # noqa: E402
@@ -63,9 +63,19 @@ class Running:
 StartServer = Callable[..., Running]
 
 
+# As Qwen's template writes calls: mlx-lm knows the form by it.
+TOOL_TEMPLATE = TEMPLATE.replace(
+    "{{- call.function | tojson }}",
+    "{%- set tool_call = call.function %}"
+    """{{- '{"name": "' + tool_call.name + '", "arguments": ' }}"""
+    "{{- tool_call.arguments | tojson }}{{- '}' }}",
+)
+assert "tool_call.name" in TOOL_TEMPLATE
+
+
 @pytest.fixture(scope="session")
 def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_model(tmp_path_factory.mktemp("models") / "chat")
+    return write_chat_model(tmp_path_factory.mktemp("models") / "chat", template=TOOL_TEMPLATE)
 
 
 @pytest.fixture(scope="session", autouse=True)
