@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from engine.events import Reuse
+from engine.events import HoldState, Mark, Reuse
 from kvdb.errors import KvdbError, QuotaExceeded, StoreMissing
 from kvdb.history import RequestRecord
-from kvdb.identity import Tokens
+from kvdb.identity import Tokens, chain_hashes
 from kvdb.prefetch import ReadBlock, Staging, Wanted, stream_blocks
 from kvdb.segments import Segment
 from kvdb.writer import Payload, Ticket
@@ -123,23 +123,37 @@ class Storage:
         )
         return replace(lease, sequence=forked)
 
-    def hold(self, tip_hash: bytes, ttl_seconds: float, tenant: str) -> bool:
-        """Hold a chain for some time, anew where it is held already; False where the tenant may
-        hold no more, or the chain is gone."""
-        name = f"ttl:{self.namespace.id}:{tip_hash.hex()}"
+    def hold(self, tip_hash: bytes, ttl_seconds: float, tenant: str) -> HoldState:
+        """Hold a chain for some time, anew where it is held already; not where the tenant may hold
+        no more, or the chain is not stored."""
+        # A name of its own: to hold a chain anew must not let go of what another tenant holds.
+        name = f"ttl:{self.namespace.id}:{tip_hash.hex()}:{tenant}".rstrip(":")
 
-        def hold() -> bool:
+        def hold() -> HoldState:
             with contextlib.suppress(StoreMissing):
                 self.store.find_sequence(name).drop()
             try:
                 self.store.sequence(
                     self.namespace, tip_hash, name=name, ttl_seconds=ttl_seconds, tenant=tenant
                 )
-            except (QuotaExceeded, StoreMissing):
-                return False
-            return True
+            except QuotaExceeded:
+                return "share full"
+            except StoreMissing:
+                return "not stored"
+            return "held"
 
-        return not self.store.read_only and self._try(hold, False)
+        return "not stored" if self.store.read_only else self._try(hold, "not stored")
+
+    def hold_prefix(self, tokens: Tokens, end: int, mark: Mark, tenant: str) -> HoldState:
+        """Hold the chain of the first ``end`` of ``tokens``: by the block that ends there, where
+        there is one, else by the one that covers it."""
+        state: HoldState = "not stored"
+        size = self.block_tokens
+        for stop in (end, min(-(-end // size) * size, len(tokens))):
+            if stop and state == "not stored":
+                tip = chain_hashes(self.namespace.fingerprint, tokens[:stop], size)[-1]
+                state = self.hold(tip, mark.ttl_seconds, tenant)
+        return state
 
     def release(self, lease: Lease | None) -> None:
         if lease is not None:

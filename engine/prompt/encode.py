@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
-from engine.prompt.boundaries import chat_segments, unstable_at
+from engine.prompt.boundaries import chat_segments, mark_end, unstable_at
 from kvdb.errors import PromptError, UsageError
 from kvdb.identity import Tokens, as_tokens
 from kvdb.segments import Segment, content_digest
@@ -16,7 +17,7 @@ from kvdb.segments import Segment, content_digest
 if TYPE_CHECKING:
     from tokenizers import Encoding
 
-    from engine.events import Request
+    from engine.events import Mark, Request
     from engine.prompt.tokenizer import PromptTokenizer
 
 # What encode decides itself: other values would change what a prompt is.
@@ -47,15 +48,27 @@ class Prompt:
         template = None if self.tokenizer is None else self.tokenizer.template
         if template is None or self.encoding is None or self.text is None:
             return []
-        ends = np.array([end for _, end in self.encoding.offsets], dtype=np.int64)
         return chat_segments(
             template,
             request.messages or (),
             request.tools,
             request.template_options,
             self.text,
-            ends,
+            self._token_ends(),
         )
+
+    def _token_ends(self) -> npt.NDArray[np.int64]:
+        """Where each token ends in the text, in characters."""
+        offsets = [] if self.encoding is None else self.encoding.offsets
+        return np.array([end for _, end in offsets], dtype=np.int64)
+
+    def mark_ends(self, marks: Sequence[Mark]) -> list[int]:
+        """How many tokens lie before each mark; 0 where that cannot be told."""
+        request = self.request
+        if not marks or not request.messages or self.encoding is None or self.text is None:
+            return [0] * len(marks)
+        segments, ends = self.segments(), self._token_ends()
+        return [mark_end(mark, request.messages, segments, self.text, ends) for mark in marks]
 
     def unstable_at(self) -> int | None:
         """See :func:`engine.prompt.boundaries.unstable_at`; None for what is no chat."""
