@@ -119,10 +119,11 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The last piece of an answer."""
+    """The last piece of an answer; ``stop_text`` is the stop text that ended it."""
 
     index: int
     reason: Reason
+    stop_text: str | None = None
 
 
 Piece = Text | Reasoning | CallStart | CallArguments | Chosen | Ended | Progress
@@ -185,6 +186,11 @@ class Turn:
         sent. Not longer than ``seconds``, so that a stream can say that it is alive."""
         self._early = await self._answering.events(seconds)
 
+    @property
+    def prompt(self) -> Progress | None:
+        """The prompt's tokens and how many were restored, where :meth:`begun` saw it."""
+        return next((event for event in self._early if isinstance(event, Progress)), None)
+
     async def pieces(self, seconds: float | None = None) -> list[Piece]:
         """What came; nothing after ``seconds``. Raises what the engine raised, Stopping for an
         answer cut short by the server's end, TooLate for one that never began."""
@@ -227,7 +233,7 @@ class Turn:
             yield from _said(event.index, parser.end())
             if parser.calls and reason == "stop":
                 reason = "tool_calls"
-        yield Ended(event.index, reason)
+        yield Ended(event.index, reason, event.stop_text if reason == "stop" else None)
 
     def _pieces(self, index: int, parser: AnswerParser | None, text: str) -> Iterator[Piece]:
         if parser is None:

@@ -45,7 +45,7 @@ def call_of(id_: object, name: object, arguments: object) -> Data:
 
 
 def tool_result(call_id: object, output: object) -> Data:
-    content = joined(output) if isinstance(output, list) else str(output)
+    content = joined(output) if isinstance(output, list) else str(output or "")
     return {"role": "tool", "tool_call_id": call_id, "content": content}
 
 
