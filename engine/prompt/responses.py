@@ -43,7 +43,7 @@ def responses_messages(document: Mapping[str, Any]) -> list[Data]:
             thinking += _thinking(part)
             continue
         if kind == "message":
-            message = {"role": role_of(part), "content": _content(part.get("content"))}
+            message: Data = {"role": role_of(part), "content": _content(part.get("content"))}
         elif kind == "function_call":
             call = call_of(part.get("call_id"), part.get("name"), part.get("arguments"))
             if messages and messages[-1]["role"] == "assistant" and not thinking:
