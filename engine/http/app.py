@@ -12,7 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from engine.http import anthropic_messages, openai_chat, openai_completions, openai_models
+from engine.http import (
+    anthropic_messages,
+    openai_chat,
+    openai_completions,
+    openai_models,
+    openai_responses,
+)
 from engine.http.errors import error_response, problem_of
 from engine.http.openai_shapes import openai_error
 from engine.http.service import Service
@@ -23,6 +29,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     openai_models.router,
     openai_chat.router,
     openai_completions.router,
+    openai_responses.router,
     anthropic_messages.router,
 )
 
