@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from importlib.metadata import version
 
@@ -12,7 +13,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from engine.http import openai_chat, openai_completions, openai_models
+from engine.http import (
+    admin,
+    asking,
+    caches,
+    health,
+    jobs,
+    keys,
+    metrics,
+    openai_chat,
+    openai_completions,
+    openai_models,
+)
 from engine.http.errors import error_response, problem_of
 from engine.http.openai_shapes import openai_error
 from engine.http.service import Service
@@ -23,6 +35,13 @@ ROUTERS: tuple[APIRouter, ...] = (
     openai_models.router,
     openai_chat.router,
     openai_completions.router,
+    caches.router,
+    health.router,
+    metrics.router,
+    admin.router,
+    jobs.router,
+    asking.router,
+    keys.router,
 )
 
 
@@ -35,6 +54,9 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
         summary="A database of KV cache state for local LLM inference",
     )
     app.state.service = service
+    app.state.metrics = metrics.Metrics(service)
+    app.state.jobs = jobs.Jobs()
+    app.state.sql_places = threading.Semaphore(asking.SQL_PLACES)
     for router in ROUTERS:
         app.include_router(router)
 

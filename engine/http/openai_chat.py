@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from starlette.responses import Response
 
 from engine.http.errors import Problem, route_class
+from engine.http.levels import Router
 from engine.http.openai_shapes import (
     SamplingFields,
     chat_logprobs,
@@ -37,7 +38,7 @@ from engine.http.usage import Usage
 from engine.prompt.bodies import parse_body
 from kvdb.errors import UsageError
 
-router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=route_class(openai_error))
+router = Router("inference", prefix="/v1", tags=["OpenAI"], route_class=route_class(openai_error))
 MAX_TOP_LOGPROBS = 20
 
 

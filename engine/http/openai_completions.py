@@ -6,10 +6,11 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from starlette.responses import Response
 
 from engine.http.errors import Problem, json_bytes, route_class
+from engine.http.levels import Router
 from engine.http.openai_shapes import (
     SamplingFields,
     finish_reason,
@@ -24,7 +25,7 @@ from engine.http.turn import Answer, Ask, Chosen, Ended, Piece, Text, Turn, begi
 from engine.http.usage import Usage, usage_of_all
 from kvdb.errors import UsageError
 
-router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=route_class(openai_error))
+router = Router("inference", prefix="/v1", tags=["OpenAI"], route_class=route_class(openai_error))
 MAX_LOGPROBS = 20
 MAX_PROMPTS = 64
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 
 from engine.http.errors import route_class
+from engine.http.levels import Router
 from engine.http.openai_shapes import openai_error
 from engine.http.service import Served, Service
 
-router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=route_class(openai_error))
+router = Router("inference", prefix="/v1", tags=["OpenAI"], route_class=route_class(openai_error))
 
 
 @router.get("/models")

@@ -17,6 +17,7 @@ from engine.http.levels import Rules
 
 log = logging.getLogger("kvdb.http.requests")
 
+NAMES = (b"x-request-id", b"request-id")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
 
 
@@ -39,14 +40,17 @@ class RequestLog:
         request_id = given if REQUEST_ID.fullmatch(given) else self._new_id()
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
-        names = [(name, request_id.encode()) for name in (b"x-request-id", b"request-id")]
         status, nbytes, began = 0, 0, self._seconds()
 
         async def note(message: Message) -> None:
             nonlocal status, nbytes
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), *names]}
+                own = [h for h in message.get("headers", ()) if h[0].lower() not in NAMES]
+                message = {
+                    **message,
+                    "headers": own + [(name, request_id.encode()) for name in NAMES],
+                }
             elif message["type"] == "http.response.body":
                 nbytes += len(message.get("body", b""))
             await send(message)
