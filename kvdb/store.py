@@ -162,6 +162,10 @@ class Store(Namespaces, Upkeep):
         """Wait until all puts and records made before are durable; False on time-out."""
         return True if self._writer is None else self._writer.flush(timeout)
 
+    def unwritten(self) -> tuple[int, int]:
+        """Puts that are not durable yet, and their bytes."""
+        return (0, 0) if self._writer is None else self._writer.waiting()
+
     def _require_writer(self) -> Writer:
         if self._closed or self._pid != os.getpid():
             raise StoreClosed("This store object is closed, or belongs to another process.")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from importlib.metadata import version
 
 from fastapi import APIRouter, FastAPI
@@ -45,6 +47,12 @@ ROUTERS: tuple[APIRouter, ...] = (
 )
 
 
+@asynccontextmanager
+async def _life(app: FastAPI) -> AsyncGenerator[None]:
+    yield
+    await asyncio.to_thread(app.state.jobs.close)  # the store is about to close
+
+
 def create_app(service: Service, access: Access | None = None) -> FastAPI:
     """The app that serves ``service``. ``access`` is wrapped around all of it, and says who asks in
     ``request.state.caller``; without it everybody may do everything."""
@@ -52,6 +60,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
         title="kvdb",
         version=version("kvdb"),
         summary="A database of KV cache state for local LLM inference",
+        lifespan=_life,
     )
     app.state.service = service
     app.state.metrics = metrics.Metrics(service)

@@ -13,20 +13,24 @@ router = Router("open", tags=["Health"])
 
 
 @router.get("/health")
-async def health(request: Request) -> JSONResponse:
-    """Alive, and ready or not; 503 where it is not, as it is while it ends."""
-    service: Service = request.app.state.service
-    ready = not service.stopping
-    return JSONResponse({"live": True, "ready": ready}, 200 if ready else 503)
+async def health(request: Request) -> dict[str, bool]:
+    """Alive; and whether it takes requests."""
+    return {"live": True, "ready": _ready(request)}
 
 
 @router.get("/health/live")
-async def live() -> JSONResponse:
+async def live() -> dict[str, bool]:
     """Alive, whatever else."""
-    return JSONResponse({"live": True})
+    return {"live": True}
 
 
 @router.get("/health/ready")
 async def ready(request: Request) -> JSONResponse:
-    """As /health."""
-    return await health(request)
+    """503 before the first model is in memory, and from the moment that the server is to end."""
+    ready = _ready(request)
+    return JSONResponse({"ready": ready}, 200 if ready else 503)
+
+
+def _ready(request: Request) -> bool:
+    service: Service = request.app.state.service
+    return service.ready and not service.stopping

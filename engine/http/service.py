@@ -51,7 +51,6 @@ class Limits:
 
     max_waiting: int = 64
     max_messages: int = 10_000
-    max_nesting: int = 64
     max_tokens: int | None = None
     request_seconds: float | None = None
     keep_alive_seconds: float = 10.0
@@ -177,6 +176,7 @@ class Service:
         self.now = now
         self.started = now()
         self.stopping = False
+        self.ready = False  # the models that were asked for at the start are in memory
         # Told of the end of each answer, and of each failure, by the model's name.
         self.observe: Callable[[str, End | BaseException], None] | None = None
         self._adapt = adapt

@@ -276,28 +276,9 @@ def _stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def check_size(ask: Ask, limits: Limits) -> None:
-    """Raise UsageError for more messages, or deeper nesting, than the server takes."""
+    """Raise UsageError for more messages than the server takes."""
     messages = ask.prompt.get("messages") or ()
     if len(messages) > limits.max_messages:
         raise UsageError(
             f"A request may have at most {limits.max_messages} messages, not {len(messages)}."
         )
-    document = [ask.prompt.get(key) for key in ("messages", "tools", "template_options")]
-    if deeper_than(document, limits.max_nesting + 1):
-        raise UsageError(f"A request may be nested at most {limits.max_nesting} levels deep.")
-
-
-def deeper_than(document: object, levels: int) -> bool:
-    """Whether lists and objects are nested more than ``levels`` deep. Does not recurse."""
-    layer: list[object] = [document]
-    for _ in range(levels + 1):
-        inner: list[object] = []
-        for item in layer:
-            if isinstance(item, Mapping):
-                inner.extend(item.values())
-            elif isinstance(item, list | tuple):
-                inner.extend(item)
-        if not inner:
-            return False
-        layer = inner
-    return any(isinstance(item, Mapping | list | tuple) for item in layer)

@@ -40,6 +40,7 @@ VERBS: Mapping[str, str] = {
     "rebuild": "Make the index anew from the shards.",
     "report": "Draw what the store holds and saves, as one HTML page.",
     "sequences": "Keep state under a name: save, list, show, fork, drop.",
+    "serve": "Serve models over HTTP, as OpenAI's API and others have it.",
     "shell": "Ask the store at a prompt.",
     "simulate": "Replay a trace: what would hit at which size and policy.",
     "unpin": "Let a pinned block go.",
