@@ -58,12 +58,11 @@ def list_models(request: Request) -> dict[str, Any]:
     """The models that may be loaded, and which are in memory."""
     service = service_of(request)
     loaded = {state.name: state for state in service.pool.loaded()}
-    rows = []
-    for name in service.models:
+    rows: list[dict[str, Any]] = []
+    for name, served in service.models.items():
         state = loaded.get(name)
-        rows.append(
-            {"name": name, "loaded": False} if state is None else {"loaded": True, **asdict(state)}
-        )
+        memory = {} if state is None else asdict(state)
+        rows.append({"name": name, "aliases": served.aliases, "loaded": bool(memory), **memory})
     return {"models": rows}
 
 
