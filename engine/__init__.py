@@ -7,6 +7,7 @@ from engine.events import (
     End,
     Event,
     Load,
+    LogitsProcessor,
     Message,
     Progress,
     Request,
@@ -14,18 +15,22 @@ from engine.events import (
     Stats,
     Token,
 )
+from engine.guide import CallForm, Guide
 from engine.models import ModelFacts, ModelOptions
 from engine.options import EngineOptions, TenantLimits
 from engine.pool import ModelBusy, Pool, PooledModel, PoolOptions
 
 __all__ = [
+    "CallForm",
     "End",
     "Engine",
     "EngineClosed",
     "EngineOptions",
     "Event",
+    "Guide",
     "Handle",
     "Load",
+    "LogitsProcessor",
     "Message",
     "ModelBusy",
     "ModelFacts",

@@ -31,6 +31,8 @@ T = TypeVar("T")
 Sink = Callable[[Event | BaseException], None]
 # While all requests wait for the disk, the thread looks this often for what is new.
 POLL_SECONDS = 0.002
+# So much of a prompt's end tells what its answer begins in.
+PROMPT_END = 256
 
 
 class EngineClosed(KvdbError):
@@ -54,6 +56,12 @@ class Handle:
     def accept(self, prompt: Prompt) -> None:
         """What the request came to as token ids. Called once, on the MLX thread."""
         self._prompt = prompt
+
+    @property
+    def prompt_end(self) -> str:
+        """The last characters of the prompt's text, as far as there is one."""
+        text = None if self._prompt is None else self._prompt.text
+        return "" if text is None else text[-PROMPT_END:]
 
     def segments(self) -> Sequence[Segment]:
         """The parts of the prompt, once the first event came; see :meth:`Prompt.segments`."""

@@ -6,8 +6,10 @@ must not wait for, it asks of the scheduler (engine/turns.py).
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Generator, Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -20,6 +22,8 @@ from engine.boundaries import NO_BOUNDARIES, boundaries
 from engine.events import End, Event, FinishReason, Progress, Request, Stats, Token
 from engine.live import LiveState
 from engine.logits import Row
+from engine.masking import masked
+from engine.measuring import KL_TOKENS, exact_request, measure
 from engine.plan import Compute, Jump, Plan, Refill, plan
 from engine.prefill import Prefill
 from engine.prompt.encode import Prompt, encode
@@ -29,6 +33,7 @@ from engine.sampling import Choice, Chooser, top_logprobs
 from engine.text import Output
 from engine.turns import Cancelled, Forward, PromptEnd, StateLost, Turn, Wait
 from kvdb.identity import Tokens, as_tokens, chain_hashes
+from kvdb.segments import last_question
 
 if TYPE_CHECKING:
     from engine.storage import Storage
@@ -39,6 +44,7 @@ if TYPE_CHECKING:
 # mlx-lm gives freed buffers back this often while decoding.
 CLEAR_EVERY = 256
 CUT_SHORT = ("cancelled", "deadline")
+UNMASKED = "too much is missing, or it is in the first block or the last message"
 
 
 class Generation:
@@ -65,7 +71,10 @@ class Generation:
             )
         self.given, self._prompt = given, given.tokens
         self._room = self._generation_room(loaded.context)
-        self._chooser = Chooser(request.sampling, self._prompt, worker.vocabulary, index)
+        own = [make() for make in request.processors]
+        self._chooser = Chooser(request.sampling, self._prompt, worker.vocabulary, index, own)
+        guide = request.guide
+        self._guide = None if guide is None else worker.token_masks.compile(guide)
         self._output = Output(request, loaded.tokenizer, loaded.eos, self._room)
         self._storage: Storage | None = None
         if request.read or request.store:
@@ -85,7 +94,8 @@ class Generation:
         self._kept = len(self._prompt)  # tokens whose blocks were handed to the store
         self._finish: FinishReason | None = None
         self._lost = False  # the state went with a failed forward
-        self._model = mlxlm.CountingModel(worker.model.model, worker.model)
+        self.raw: list[mx.array] | None = [] if request.measure_kl else None
+        self.model = mlxlm.CountingModel(worker.model.model, worker.model)
         self._took.ready()
 
     @property
@@ -108,7 +118,7 @@ class Generation:
         request = self._request
         if not request.read or not request.store:
             return None
-        return request.salt, request.reuse
+        return request.salt, request.reuse, request.approximate
 
     @property
     def seat(self) -> Seat:
@@ -118,7 +128,7 @@ class Generation:
     @property
     def stores(self) -> bool:
         """Whether what it computes is stored, so that others may wait for a part of it."""
-        return self._storage is not None and self._request.store
+        return self._storage is not None and self._request.store and not self._took.masked
 
     def others(self) -> list[Generation]:
         """The further answers that the request asks for; each waits for :meth:`share`."""
@@ -137,7 +147,8 @@ class Generation:
         """Let another answer to the same prompt go on from here. Memory is shared until one of
         the two appends, stored blocks for ever."""
         other._shared = logits
-        other._took.share(len(self._prompt), self._took.match)
+        other._took.share(len(self._prompt), self._took)
+        other._alone = self._alone
         if self._live is not None:
             other._live = self._live.forked()
         if other._storage is not None and self._lease is not None:
@@ -148,15 +159,19 @@ class Generation:
 
     def events(self) -> Generator[Event | Turn, Row, None]:
         """Run to the end. The lease is released whatever happens."""
-        self._took.begin()
         try:
             try:
+                if self._guide is not None:
+                    yield Wait(self._guide.done)
+                    self._chooser.add(self._worker.token_masks.mask(self._guide.result()))
+                self._took.begin()
                 yield from self._answer()
             except Cancelled as cancelled:
                 self._finish = cancelled.reason
                 self._keep_cut_short()
             self._keep_generated(final=True)
             yield from self._hold()
+            yield from self._measure()
         finally:
             self.release()
         stats = self._stats()
@@ -175,7 +190,7 @@ class Generation:
 
     def _answer(self) -> Generator[Event | Turn, Row, None]:
         if self._shared is None:
-            choice = yield from self._begin()
+            choice = yield from self.begin()
         else:
             self._took.have_logits()
             choice = self._choose(Row.alone(self._shared))
@@ -184,7 +199,7 @@ class Generation:
         if self._finish is None and self._live is not None:
             yield from self._decode(choice, self._live)
 
-    def _begin(self) -> Generator[Event | Turn, Row, Choice]:
+    def begin(self) -> Generator[Event | Turn, Row, Choice]:
         """The state of the whole prompt, and the first token."""
         steps, logits = yield from self._look_up()
         choice = None
@@ -194,11 +209,11 @@ class Generation:
             choice = self._choose(Row.alone(logits))
             yield self._emit(choice)
         if choice is not None and logits is not None and self._ends_here():
-            self._took.settle(steps)
+            self._took.settle(steps, ends=True)
             yield PromptEnd(logits)
             return choice
         steps, live = self._restore(steps)
-        yield Progress(steps.restored, len(self._prompt))
+        yield Progress(self.done, len(self._prompt))
         computed = yield from self._compute(steps, live)
         raw = None if computed is None else logits_bytes(computed)
         logits = logits if computed is None else computed
@@ -242,7 +257,24 @@ class Generation:
     def _plan(self, **without: Any) -> Plan:
         found = None if self._lease is None else self._lease.match
         needs = self._worker.needs
-        return plan(found, len(self._prompt), self._request.reuse, needs, **without)
+        steps = plan(
+            found,
+            len(self._prompt),
+            self._request.reuse,
+            needs,
+            maskable=self._maskable,
+            **without,
+        )
+        if self._request.approximate and steps.refilled and not steps.masked:
+            self._took.unmasked = self._worker.unmaskable or UNMASKED
+        return steps
+
+    @cached_property
+    def _maskable(self) -> int:
+        """Up to which token holes may be masked."""
+        if not self._request.approximate or self._worker.unmaskable is not None:
+            return 0
+        return last_question(self.given.segments())
 
     def _stored_logits(self) -> mx.array | None:
         layout = self._worker.layout
@@ -264,13 +296,18 @@ class Generation:
         self._buffers = worker.buffers(layout, capacity_for(len(self._prompt), self._room))
         if self._storage is not None and self._lease is not None:
             steps = self._read(steps, self._buffers, self._storage, self._lease.match)
-        self._live = self._buffers.live(worker.new_caches())
+        caches = worker.new_caches()
+        self._live = self._buffers.live(masked(caches, steps.masks) if steps.masks else caches)
         self._took.settle(steps)
+        if steps.masks:
+            self._live.clear(steps.masks)
+            self._alone = "an approximate skip"
         prompt = len(self._prompt)
         messages = self._message_ends() if layout.states and steps.start < prompt else ()
         self._boundaries = boundaries(layout, worker.block_tokens, prompt, messages, exact=exact)
         self._took.restore_ms = since(began)
-        if self._storage is not None and self._request.store:
+        # What is computed over masked blocks is no function of the prefix: it is never stored.
+        if self._storage is not None and self._request.store and not steps.masks:
             known = {self._lease.match.blocks[i].end for i in steps.reads} if self._lease else set()
             self._recorder = Recorder(
                 self._storage,
@@ -311,7 +348,7 @@ class Generation:
         began = time.perf_counter()
         worker, exact = self._worker, self._exact
         prefill = Prefill(
-            self._model,
+            self.model,
             live,
             self._prompt,
             worker.block_tokens if exact else worker.step,
@@ -370,6 +407,8 @@ class Generation:
     def _choose(self, row: Row, before: mx.array | None = None) -> Choice:
         if self._worker.observe is not None:
             self._worker.observe(row.raw)
+        if self.raw is not None and len(self.raw) < KL_TOKENS:
+            self.raw.append(row.raw)
         return self._chooser.choose(row, before)
 
     def _emit(self, choice: Choice) -> Token:
@@ -416,7 +455,7 @@ class Generation:
         tokens = np.concatenate([self._prompt, as_tokens(self._generated)])
         end = len(self._prompt) + self._fed
         worker = self._worker
-        prefill = Prefill(self._model, live, tokens, worker.step, False, steps=worker.steps)
+        prefill = Prefill(self.model, live, tokens, worker.step, False, steps=worker.steps)
         last = prefill.last_start(0, end)
         for _ in prefill.run(0, last):
             yield Wait(lambda: True)
@@ -452,6 +491,17 @@ class Generation:
             return
         self._took.held = self._storage.hold(tip, ttl, self._request.tenant)
 
+    def _measure(self) -> Generator[Turn, Row, None]:
+        """Compare an approximate answer with the exact one, if that is asked for."""
+        if not self.raw or not self._took.masked or self._finish in CUT_SHORT:
+            return
+        count = min(len(self.raw), len(self._generated))
+        self._live = self._buffers = None  # the exact state takes its place
+        request = exact_request(self._request, count)
+        exact = Generation(self._worker, request, given=self.given)
+        with contextlib.suppress(Cancelled):
+            self._took.kl = yield from measure(exact, self.raw[:count], self._generated[:count])
+
     # -- accounts ----------------------------------------------------------------------------
 
     def _generation_room(self, context: int | None) -> int:
@@ -464,8 +514,8 @@ class Generation:
         return self._took.stats(
             prompt=len(self._prompt),
             generated=len(self._generated),
-            forwarded=self._model.forwarded + self._fed,
-            forwarded_prompt=self._model.forwarded,
+            forwarded=self.model.forwarded + self._fed,
+            forwarded_prompt=self.model.forwarded,
             alone=self._alone,
             block_tokens=self._worker.block_tokens,
         )

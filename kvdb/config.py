@@ -26,6 +26,8 @@ T = TypeVar("T")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 DEFAULT = "default"
 SERVE = "serve."
+# A GPU computes state faster than a disk takes it: the queue holds what a long prompt is ahead.
+LEAST_QUEUE_BYTES = 256 << 20
 _UNITS = {
     "": 1,
     "k": 10**3,
@@ -286,7 +288,12 @@ SETTINGS: Mapping[str, Setting] = {
             "what an acknowledged block survives",
         ),
         Setting("codec", str, lambda: "raw", "how new blocks are encoded"),
-        Setting("queue_bytes", size, lambda: 256 << 20, "blocks waiting to be written, in bytes"),
+        Setting(
+            "queue_bytes",
+            memory,
+            lambda: max(LEAST_QUEUE_BYTES, memory("5%")),
+            "memory for blocks waiting to be written",
+        ),
         Setting("history_requests", _optional(_counted(0)), _nothing, "newest requests to keep"),
         Setting("history_evictions", _optional(_counted(0)), _nothing, "newest evictions to keep"),
         Setting(

@@ -16,3 +16,8 @@ CREATE TABLE keys (
     CHECK ((role = 'tenant') = (tenant <> '')),
     CHECK (role = 'tenant' OR length(cache_salt) = 0)
 ) STRICT;
+
+-- Approximate skips.
+
+-- NULL where it was not measured.
+ALTER TABLE requests ADD COLUMN kl REAL;

@@ -26,6 +26,7 @@ NAMES = (
     ("x-kvdb-salt", "salt"),
     ("x-kvdb-request-id", "request_id"),
     ("x-kvdb-deadline-ms", "deadline_ms"),
+    ("x-kvdb-approximate", "approximate"),
 )
 
 
@@ -54,6 +55,7 @@ class Wishes:
     salt: bytes = b""
     request_id: str | None = None
     deadline_ms: float | None = None
+    approximate: bool = False
     client: str = ""
 
 
@@ -89,6 +91,7 @@ def read_wishes(
         salt=_salt(caller, tenant, _text("salt", given.get("salt", ""))),
         request_id=None if request_id is None else _name("request_id", request_id),
         deadline_ms=_number("deadline_ms", given.get("deadline_ms")),
+        approximate=_flag("approximate", given.get("approximate", False)),
         client=headers.get("user-agent", "")[:MAX_NAME],
     )
 

@@ -25,8 +25,8 @@ class _GuardedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.access_log = False  # whatever the program does to loggers: it shows query strings
-        # asyncio does this only for sockets that it made itself; without it, Nagle's algorithm holds
-        # the second write of an answer back until the client's delayed ACK, 40 ms.
+        # asyncio does this only for sockets that it made itself. Without it Nagle's algorithm holds
+        # an answer's second write back until the client's delayed ACK, 40 ms.
         connection = transport.get_extra_info("socket")
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from engine.http.errors import Problem, json_bytes, route_class
+from engine.http.errors import Problem, route_class
 from engine.http.levels import Router
 from engine.http.openai_shapes import (
     SamplingFields,
@@ -18,7 +18,7 @@ from engine.http.openai_shapes import (
     openai_usage,
     sampling_of,
 )
-from engine.http.respond import frames
+from engine.http.respond import frames, json_response
 from engine.http.service import Service
 from engine.http.sse import DONE, EventStream, frame
 from engine.http.turn import Answer, Ask, Chosen, Ended, Piece, Text, Turn, begin
@@ -49,14 +49,12 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     with ExitStack() as stack:  # what is begun is closed again when a later one is refused
         turns = []
         for prompt in prompts:
-            turns.append(begin(service, request, body.model, _ask(body, prompt)))
+            turns.append(await begin(service, request, body.model, _ask(body, prompt)))
             stack.callback(turns[-1].close)
         echoes = await _echoes(service, body, prompts)
         head = _head(turns[0], body.model)
         if not body.stream:
-            return Response(
-                json_bytes(await _whole(turns, echoes, head)), media_type="application/json"
-            )
+            return json_response(await _whole(turns, echoes, head))
         await turns[0].begun(service.limits.keep_alive_seconds)
         stack.pop_all()
     return EventStream(_stream(turns, echoes, head, body, service.limits.keep_alive_seconds))

@@ -25,15 +25,15 @@ class Writer(Protocol):
     def error(self, problem: Problem) -> bytes: ...
 
 
-def json_response(document: Mapping[str, Any], turn: Turn) -> Response:
-    return Response(json_bytes(document), media_type="application/json", headers=_headers(turn))
+def json_response(document: Mapping[str, Any]) -> Response:
+    return Response(json_bytes(document), media_type="application/json")
 
 
 async def respond_at_once(turn: Turn, whole: Whole) -> Response:
     """The turn's answers, when they have ended, as ``whole`` words them."""
     try:
         answers = await turn.answers()
-        return json_response(whole(answers, turn.usage()), turn)
+        return json_response(whole(answers, turn.usage()))
     finally:
         turn.close()
 
@@ -46,7 +46,7 @@ async def respond_as_stream(turn: Turn, writer: Writer, keep_alive: float) -> Re
     except BaseException:
         turn.close()
         raise
-    return EventStream(frames(turn, writer, keep_alive), _headers(turn))
+    return EventStream(frames(turn, writer, keep_alive))
 
 
 async def frames(turn: Turn, writer: Writer, keep_alive: float) -> AsyncGenerator[bytes]:
@@ -68,7 +68,3 @@ async def frames(turn: Turn, writer: Writer, keep_alive: float) -> AsyncGenerato
         yield writer.error(problem_of(error))
     finally:
         turn.close()
-
-
-def _headers(turn: Turn) -> dict[str, str]:
-    return {"x-request-id": turn.id}

@@ -132,6 +132,11 @@ class Answering:
         if self._handle is not None:
             self._handle.cancel()
 
+    @property
+    def prompt_end(self) -> str:
+        """The end of the prompt's text, once an event came."""
+        return "" if self._handle is None else self._handle.prompt_end
+
     def segments(self) -> Sequence[Segment]:
         """The parts of the prompt, once an event came. May take some milliseconds."""
         return () if self._handle is None else self._handle.segments()

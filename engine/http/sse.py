@@ -39,15 +39,11 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, frames: AsyncGenerator[bytes], headers: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, frames: AsyncGenerator[bytes]) -> None:
         self._frames = frames
         self.status_code = 200
         self.background = None
-        self.init_headers(
-            {"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})}
-        )
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._frames) as frames:

@@ -4,11 +4,21 @@ become pieces of answers."""
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from engine.answers import (
+    AnswerParser,
+    ReasoningPiece,
+    TextPiece,
+    ToolCallStart,
+)
+from engine.answers import Piece as AnswerPiece
+from engine.answers.forms import call_guide
 from engine.events import End, Event, Progress, Request, Sampling, Stats, Token
+from engine.guide import Guide
 from engine.http.caller import Wishes, caller_of, read_wishes
 from engine.http.errors import Stopping, TooLate
 from engine.http.usage import Usage, usage_of
@@ -21,14 +31,26 @@ if TYPE_CHECKING:
     from engine.http.tokens import TokenTexts
 
 MAX_STOPS = 16
+# Calls of one answer that must call tools.
+MAX_CALLS = 8
 Reason = Literal["stop", "length", "tool_calls", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether the answer may (``auto``), must (``required``) or must not (``none``) call tools:
+    only the one called ``name``, where that is given, and at most ``most`` calls if it must."""
+
+    mode: Literal["auto", "required", "none"] = "auto"
+    name: str | None = None
+    most: int = MAX_CALLS
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
     """What a body asks for. ``prompt`` are keywords of :class:`engine.events.Request`: one of text,
-    messages and tokens, and tools and template options; ``sampling`` those of Sampling. What is
-    None was not said."""
+    messages and tokens, and tools and template options; ``sampling`` those of Sampling. ``guide``
+    is what the answer must be. What is None was not said."""
 
     prompt: Mapping[str, Any]
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -36,6 +58,8 @@ class Ask:
     stop: str | Sequence[str] | None = None
     logprobs: int | None = None
     n: int | None = None
+    tool_choice: ToolChoice = ToolChoice()
+    guide: Guide | None = None
     kvdb: Mapping[str, Any] | None = None
 
 
@@ -133,18 +157,20 @@ class Turn:
     """A request that was handed in, and its answers. Close it: that cancels what has not ended, as
     does the client's going away."""
 
-    def __init__(self, service: Service, answering: Answering, http: HttpRequest) -> None:
+    def __init__(
+        self, service: Service, answering: Answering, http: HttpRequest, *, calls: bool
+    ) -> None:
+        """``calls``: the answers may have tool calls."""
+        self.id = uuid.uuid4().hex
         self.created = int(service.now())
         self._service = service
         self._answering = answering
         self._texts: TokenTexts | None = None
+        self._calls = calls
+        self._parsers: dict[int, AnswerParser] = {}
         self._stats: dict[int, Stats] = {}
         self._early: list[Event] = []
         self._watcher = asyncio.create_task(self._watch(http))
-
-    @property
-    def id(self) -> str:
-        return self._answering.id
 
     @property
     def n(self) -> int:
@@ -189,13 +215,42 @@ class Turn:
         if isinstance(event, Progress):
             yield event
             return
+        parser = self._parser(event.index)
         if event.text:
-            yield Text(event.index, event.text)
+            yield from self._pieces(event.index, parser, event.text)
         if isinstance(event, Token):
             if event.logprob is not None:
                 yield self._chosen(event, event.logprob)
             return
-        yield Ended(event.index, self._end(event))
+        reason = self._end(event)
+        if parser is not None:
+            yield from _said(event.index, parser.end())
+            if parser.calls and reason == "stop":
+                reason = "tool_calls"
+        yield Ended(event.index, reason)
+
+    def _pieces(self, index: int, parser: AnswerParser | None, text: str) -> Iterator[Piece]:
+        if parser is None:
+            yield Text(index, text)
+        else:
+            yield from _said(index, parser.feed(text))
+
+    def _parser(self, index: int) -> AnswerParser | None:
+        """What tells the parts of an answer to a chat; text that goes on has none."""
+        request = self._answering.request
+        if request.messages is None:
+            return None
+        parser = self._parsers.get(index)
+        if parser is None:
+            facts = self._service.facts(self._answering.model)
+            if facts is None or facts.answer_style is None:
+                return None
+            style = facts.answer_style
+            thinks = request.guide is None and style.opens_reasoning(self._answering.prompt_end)
+            parser = self._parsers[index] = AnswerParser(
+                style, request.tools if self._calls else None, _new_id, in_reasoning=thinks
+            )
+        return parser
 
     def _chosen(self, token: Token, logprob: float) -> Chosen:
         if self._texts is None:
@@ -226,12 +281,35 @@ class Turn:
         self._answering.cancel()
 
 
-def begin(service: Service, http: HttpRequest, model: str, ask: Ask) -> Turn:
+def _said(index: int, pieces: Sequence[AnswerPiece]) -> Iterator[Piece]:
+    for piece in pieces:
+        if isinstance(piece, TextPiece):
+            yield Text(index, piece.text)
+        elif isinstance(piece, ReasoningPiece):
+            yield Reasoning(index, piece.text)
+        elif isinstance(piece, ToolCallStart):
+            yield CallStart(index, piece.index, piece.id, piece.name)
+        else:
+            yield CallArguments(index, piece.index, piece.text)
+
+
+def _new_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+async def begin(service: Service, http: HttpRequest, model: str, ask: Ask) -> Turn:
     """Hand in what ``http`` asks of ``model``. Raises what is wrong with it in one sentence."""
     served = service.find(model)
     wishes = read_wishes(http.headers, ask.kvdb, caller_of(http))
     request = request_of(ask, wishes, served, service.limits)
-    return Turn(service, service.open(served, request, wishes.request_id), http)
+    choice = ask.tool_choice
+    if choice.mode == "required":
+        facts = await service.loaded_facts(served.name)
+        guide = call_guide(facts.answer_style, request.tools or (), choice.name, choice.most)
+        request = replace(request, guide=guide)
+    name = wishes.request_id or getattr(http.state, "request_id", None)
+    calls = bool(request.tools) and choice.mode != "none"
+    return Turn(service, service.open(served, request, name), http, calls=calls)
 
 
 def request_of(ask: Ask, wishes: Wishes, served: Served, limits: Limits) -> Request:
@@ -256,6 +334,8 @@ def request_of(ask: Ask, wishes: Wishes, served: Served, limits: Limits) -> Requ
         ttl_seconds=wishes.ttl_seconds,
         priority=wishes.priority,
         deadline_ms=deadline,
+        approximate=wishes.approximate,
+        guide=ask.guide,
     )
 
 

@@ -55,12 +55,13 @@ def _kvdb(stats: Stats, segments: Sequence[Segment]) -> dict[str, Any]:
         "skip": stats.skip,
         "restored_tokens": stats.restored_tokens,
         "refilled_tokens": stats.refilled_tokens,
-        "masked_tokens": getattr(stats, "masked_tokens", 0),
+        "masked_tokens": stats.masked_tokens,
         "computed_tokens": stats.computed_tokens,
         "ms": {key: None if ms is None else round(ms, 2) for key, ms in times.items()},
     }
-    if stats.miss_reason is not None:
-        found["miss_reason"] = stats.miss_reason
+    for key in ("miss_reason", "unmasked", "kl"):
+        if (value := getattr(stats, key)) is not None:
+            found[key] = value
     if stats.matched_tokens < stats.prompt_tokens:
         found["diverged_at"] = {"token": stats.matched_tokens}
         if (where := _title(segments, stats.matched_tokens)) is not None:

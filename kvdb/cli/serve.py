@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -116,6 +116,8 @@ def serve(models: tuple[str, ...], no_store: bool) -> None:
     check_block_tokens(values["block_tokens"])
     prepare_engine(values)
     _check_installed()
+    names = tuple(dict.fromkeys((*models, *values.models))) or (DEFAULT_MODEL,)
+    _check_models(names)
     import uvicorn
 
     from engine.http.access import access_control
@@ -127,7 +129,6 @@ def serve(models: tuple[str, ...], no_store: bool) -> None:
     from engine.http.service import Limits, Service
     from engine.pool import Pool, PoolOptions
 
-    names = tuple(dict.fromkeys((*models, *values.models))) or (DEFAULT_MODEL,)
     pooled = {name: _pooled(values.for_model(name)) for name in names}
     served = [_served(name, values.for_model(name)) for name in names]
     options = PoolOptions(
@@ -174,6 +175,15 @@ def _check_installed() -> None:
 
     if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
         raise ModelError("Serving needs fastapi and uvicorn, which are not installed.")
+
+
+def _check_models(names: Sequence[str]) -> None:
+    """Raise ModelError for the first model that is not here and cannot be fetched."""
+    from engine.models import HUB_ID, find_local, resolve
+
+    for name in names:
+        if find_local(name) is None and not HUB_ID.fullmatch(name):
+            resolve(name)
 
 
 def _access(values: Settings) -> AccessOptions:
