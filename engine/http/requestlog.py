@@ -93,4 +93,6 @@ class RequestLog:
                 "key_id": caller.key_id if isinstance(caller, Caller) else None,
                 "tenant": caller.tenant if isinstance(caller, Caller) else None,
             }
-            log.info("%s", json.dumps(line))
+            # Probes ask for health every second or so.
+            quiet = rule is not None and rule.level == "open" and 200 <= status < 300
+            log.log(logging.DEBUG if quiet else logging.INFO, "%s", json.dumps(line))
