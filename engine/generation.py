@@ -22,7 +22,7 @@ from engine.live import LiveState
 from engine.logits import Row
 from engine.plan import Compute, Jump, Plan, Refill, plan
 from engine.prefill import Prefill
-from engine.prompt.encode import Prompt, encode
+from engine.prompt.encode import Prompt
 from engine.recorder import Recorder
 from engine.restore import Buffers, capacity_for, logits_array, logits_bytes
 from engine.sampling import Choice, Chooser, top_logprobs
@@ -60,9 +60,7 @@ class Generation:
         self._index = index
         loaded = worker.loaded
         if given is None:
-            given = encode(
-                request, loaded.prompts, loaded.context, worker.vocabulary, loaded=loaded.tokenizer
-            )
+            given = worker.encode(request)
         self._given, self._prompt = given, given.tokens
         self._room = self._generation_room(loaded.context)
         self._chooser = Chooser(request.sampling, self._prompt, worker.vocabulary, index)
@@ -79,6 +77,7 @@ class Generation:
         self._buffers: Buffers | None = None
         self._boundaries = NO_BOUNDARIES
         self._generated: list[int] = []
+        self._said: list[str] = []  # the text of the answer
         self._last_start = 0  # where the forward began that gave the prompt's logits
         self._at = 0  # where prefilling has come to
         self._fed = 0  # generated tokens whose state is, or is about to be, in the caches
@@ -159,9 +158,10 @@ class Generation:
             yield from self._hold()
         finally:
             self.release()
-        stats = self._stats()
+        stats, rest = self._stats(), self._output.rest()
+        self._said.append(rest)
         self._record(stats)
-        yield End(self._finish or "length", self._output.rest(), stats, self._index)
+        yield End(self._finish or "length", rest, stats, self._index)
 
     def release(self) -> None:
         """Let go of what is held in the store. Idempotent."""
@@ -377,6 +377,7 @@ class Generation:
         self._took.token()
         self._generated.append(token)
         text, self._finish = self._output.feed(token)
+        self._said.append(text)
         if self._request.logprobs is None:
             return Token(token, text, index=self._index)
         logprob, best = top_logprobs(choice, self._request.logprobs)
@@ -484,6 +485,7 @@ class Generation:
             ),
             () if self._recorder is None else self._recorder.tickets,
             self._given.segments,
+            self._worker.remember(self._request, self._given, self._generated, "".join(self._said)),
         )
 
     def _tip_hash(self) -> bytes | None:
