@@ -16,7 +16,7 @@ MAX_AGE_US = 90 * 24 * 3600 * 1_000_000
 TRIM_ROWS = 256
 
 FORGET_EQUAL = "DELETE FROM answers WHERE key = ? AND tokens = ?"
-INSERT = "INSERT INTO answers (key, tokens, created_at) VALUES (?, ?, ?)"
+INSERT_ANSWER = "INSERT INTO answers (key, tokens, created_at) VALUES (?, ?, ?)"
 FIND = "SELECT tokens FROM answers WHERE key = ? ORDER BY id DESC"
 OLDEST = "SELECT id, length(tokens) + 128, created_at FROM answers ORDER BY id LIMIT ?"
 FORGET = "DELETE FROM answers WHERE id <= ?"
@@ -35,7 +35,7 @@ def remember_answer(connection: Connection, answer: Answer, now_us: int) -> None
     """Write one row, the newest of its key; an equal one goes."""
     tokens = answer.tokens.tobytes()
     connection.execute(FORGET_EQUAL, (answer.key, tokens))
-    connection.execute(INSERT, (answer.key, tokens, now_us))
+    connection.execute(INSERT_ANSWER, (answer.key, tokens, now_us))
 
 
 def find_answers(connection: Connection, keys: Sequence[bytes]) -> Mapping[bytes, list[Tokens]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdb import driver, holding, index
+from kvdb.answers import INSERT_ANSWER
 from kvdb.backup import BACKUP_NAME
 from kvdb.driver import Connection, Database
 from kvdb.errors import IntegrityError, KvdbError, OutOfSpace, StoreTooNew
@@ -231,11 +232,10 @@ def _write_rest(database: Database, rest: _Rest) -> tuple[int, list[str]]:
                     block = index.find_block(connection, hash_) if hash_ is not None else None
                     values[positions[column]] = None if block is None else block.id
                 refused += _each(connection, insert, [values])
-    insert = "INSERT INTO answers (key, tokens, created_at) VALUES (?, ?, ?)"
     for start in range(0, len(rest.answers), ROWS_PER_TRANSACTION):
         with database.write() as connection:
             rows = rest.answers[start : start + ROWS_PER_TRANSACTION]
-            refused += _each(connection, insert, rows)
+            refused += _each(connection, INSERT_ANSWER, rows)
     with database.write() as connection:
         for table, totals in rest.totals.items():
             refused += _write_totals(connection, table, totals)
