@@ -324,3 +324,16 @@ def test_the_style_of_a_folder_needs_no_mlx(tmp_path: Path) -> None:
     assert (style.own_tools, style.tool_parser) == (False, "glm47")
     assert style.opens_reasoning("assistant\n<think>\n")
     assert not style.opens_reasoning("assistant\n<think>\n\n</think>\n\n")
+
+
+def test_a_prompt_may_leave_the_answer_inside_of_reasoning(tmp_path: Path) -> None:
+    """As Qwen3's thinking models and DeepSeek R1 have it, unless an option says otherwise."""
+    template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}<|im_start|>assistant\n<think>\n"
+        "{% if enable_thinking is false %}\n</think>\n\n{% endif %}"
+    )
+    write_chat_tokenizer(tmp_path, template)
+    made = load_tokenizer(tmp_path)
+    assert made.opens_reasoning({})
+    assert not made.opens_reasoning({"enable_thinking": False})
+    assert not made.opens_reasoning({"messages": 1})
