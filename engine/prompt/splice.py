@@ -65,8 +65,8 @@ def joined_ids(pieces: Sequence[Piece]) -> list[int]:
 def _between(
     tokenizer: PromptTokenizer, text: str, start: int, end: int, before: Sequence[Piece]
 ) -> list[Piece]:
-    """A piece of text between answers, or none if it is empty: as it is tokenized behind the token
-    before it, where that can be told from its text."""
+    """A piece of text between answers, or none if it has no tokens: as it is tokenized behind the
+    token before it, where that can be told from its text."""
     if start == end:
         return []
     if before:
@@ -75,9 +75,10 @@ def _between(
         if text.endswith(shown, 0, start):
             encoding = tokenizer.encode(text[start - len(shown) : end], special=False)
             if encoding.ids[:1] == [last]:
-                return [Piece(encoding.ids[1:], end, start - len(shown), encoding, skip=1)]
+                piece = Piece(encoding.ids[1:], end, start - len(shown), encoding, skip=1)
+                return [piece] if piece.ids else []
     encoding = tokenizer.encode(text[start:end], special=False)
-    return [Piece(encoding.ids, end, start, encoding)]
+    return [Piece(encoding.ids, end, start, encoding)] if encoding.ids else []
 
 
 def _says(tokenizer: PromptTokenizer, last: int, text: str, splice: Splice) -> bool:

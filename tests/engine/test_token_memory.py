@@ -330,7 +330,8 @@ RESULT = {"role": "tool", "tool_call_id": "call_0", "content": "sunny"}
 
 
 @pytest.mark.parametrize(
-    "text", [CALL, f"I look.\n{CALL}", f"{CALL}\n{CALL}", "No tool knows that.\n"]
+    "text",
+    [CALL, f"I look.\n{CALL}", f"I look.\n\n{CALL}", f"{CALL}\n{CALL}", "No tool knows that.\n"],
 )
 def test_calls_keep_their_tokens_in_our_own_template(chatml: PromptTokenizer, text: str) -> None:
     made, chat = Memory(chatml), [user("The weather?")]
