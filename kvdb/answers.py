@@ -10,14 +10,19 @@ import numpy as np
 from kvdb.driver import Connection
 from kvdb.identity import Tokens
 
-KEY_BYTES = 32
+# Answers to one prompt that are kept, as those of many tries.
+MAX_PER_KEY = 64
 MAX_AGE_US = 90 * 24 * 3600 * 1_000_000
 # Rows looked at in one transaction when old ones go.
 TRIM_ROWS = 256
 
 FORGET_EQUAL = "DELETE FROM answers WHERE key = ? AND tokens = ?"
 INSERT_ANSWER = "INSERT INTO answers (key, tokens, created_at) VALUES (?, ?, ?)"
-FIND = "SELECT tokens FROM answers WHERE key = ? ORDER BY id DESC"
+FIND = "SELECT tokens FROM answers WHERE key = ? ORDER BY id DESC LIMIT ?"
+FORGET_MORE = (
+    "DELETE FROM answers WHERE id IN "
+    "(SELECT id FROM answers WHERE key = ? ORDER BY id DESC LIMIT -1 OFFSET ?)"
+)
 OLDEST = "SELECT id, length(tokens) + 128, created_at FROM answers ORDER BY id LIMIT ?"
 FORGET = "DELETE FROM answers WHERE id <= ?"
 NBYTES = "SELECT value FROM counters WHERE name = 'answer_bytes'"
@@ -32,17 +37,18 @@ class Answer:
 
 
 def remember_answer(connection: Connection, answer: Answer, now_us: int) -> None:
-    """Write one row, the newest of its key; an equal one goes."""
+    """Write one row, the newest of its key; an equal one goes, and the oldest of many."""
     tokens = answer.tokens.tobytes()
     connection.execute(FORGET_EQUAL, (answer.key, tokens))
     connection.execute(INSERT_ANSWER, (answer.key, tokens, now_us))
+    connection.execute(FORGET_MORE, (answer.key, MAX_PER_KEY))
 
 
 def find_answers(connection: Connection, keys: Sequence[bytes]) -> Mapping[bytes, list[Tokens]]:
     """The answers under some keys, newest first."""
     found: dict[bytes, list[Tokens]] = {}
     for key in keys:
-        rows = connection.execute(FIND, (key,)).fetchall()
+        rows = connection.execute(FIND, (key, MAX_PER_KEY)).fetchall()
         found[key] = [np.frombuffer(tokens, dtype="<u4") for (tokens,) in rows]
     return found
 

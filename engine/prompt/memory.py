@@ -10,13 +10,14 @@ reasoning as the template writes them. Where it drops or rewrites some, nothing 
 from __future__ import annotations
 
 import hashlib
+import re
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.prompt.tokenizer import PromptTokenizer
-from kvdb.answers import Answer
+from kvdb.answers import MAX_PER_KEY, Answer
 from kvdb.identity import Tokens, as_tokens
 
 # Ids at hand; the others are in the store.
@@ -47,7 +48,10 @@ class TokenMemory:
         self._fetch = fetch
         self._recent: OrderedDict[bytes, list[Tokens]] = OrderedDict()
         self._nbytes = 0
-        self._special = frozenset(tokenizer.backend.get_added_tokens_decoder())
+        added = tokenizer.backend.get_added_tokens_decoder().items()
+        special = {id_: token.content for id_, token in added if token.special and token.content}
+        self._special = frozenset(special)
+        self._spelled = re.compile("|".join(map(re.escape, special.values())) or r"(?!)")
 
     def remember(
         self, prompt: str, ids: Sequence[int], said: str, salt: bytes, *, ended: bool
@@ -62,7 +66,8 @@ class TokenMemory:
         if not 0 < len(kept) <= MAX_TOKENS or not self._is_plain(kept):
             return None
         tokens, (key,) = as_tokens(kept), self._keys(prompt, [len(prompt)], salt)
-        self._keep(key, [tokens, *self._recent.get(key, ())])
+        known = self._recent.get(key) or self._fetch([key]).get(key, ())
+        self._keep(key, [tokens, *known])
         return Answer(key, tokens)
 
     def recall(self, salt: bytes, text: str, starts: Sequence[int]) -> list[Splice]:
@@ -70,7 +75,7 @@ class TokenMemory:
         keys = self._keys(text, starts, salt)
         unknown = [key for key in keys if key not in self._recent]
         for key, answers in (self._fetch(unknown) if unknown else {}).items():
-            self._keep(key, list(answers))
+            self._keep(key, answers)
         splices: list[Splice] = []
         for key, start in zip(keys, starts, strict=True):
             if splices and start < splices[-1].end:
@@ -98,14 +103,10 @@ class TokenMemory:
     def _is_plain(self, ids: Sequence[int]) -> bool:
         """Whether the text of some ids is all there is to them: no bytes are left over, and no
         special token is spelled with others, as a template's end of a turn would not be."""
-        text = self._tokenizer.decode(ids)
-        if REPLACEMENT in text:
+        if REPLACEMENT in self._tokenizer.decode(ids):
             return False
-        again = self._tokenizer.encode(text, special=False).ids
-        return self._specials(ids) == self._specials(again)
-
-    def _specials(self, ids: Sequence[int]) -> list[int]:
-        return [id_ for id_ in ids if id_ in self._special]
+        others = [id_ for id_ in ids if id_ not in self._special]
+        return self._spelled.search(self._tokenizer.decode(others)) is None
 
     def _within(self, ids: Sequence[int], said: str) -> Sequence[int]:
         """As many of the ids as have no text beyond ``said``."""
@@ -134,11 +135,12 @@ class TokenMemory:
             keys.append(digest.digest())
         return keys
 
-    def _keep(self, key: bytes, answers: list[Tokens]) -> None:
-        unique = {ids.tobytes(): ids for ids in reversed(answers)}
+    def _keep(self, key: bytes, answers: Sequence[Tokens]) -> None:
+        unique = {ids.tobytes(): ids for ids in answers[:MAX_PER_KEY]}
         self._nbytes -= _nbytes(self._recent.pop(key, ()))
-        self._recent[key] = list(reversed(unique.values()))
-        self._nbytes += _nbytes(self._recent[key])
+        if unique:
+            self._recent[key] = list(unique.values())
+            self._nbytes += _nbytes(self._recent[key])
         while self._nbytes > MAX_BYTES:
             self._nbytes -= _nbytes(self._recent.popitem(last=False)[1])
 

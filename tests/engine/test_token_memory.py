@@ -222,8 +222,11 @@ def test_of_several_answers_the_one_that_is_repeated_is_taken(chatml: PromptToke
     for text, ids in answers.items():
         after = made.encode([*chat, assistant(text), user("Why?")])
         assert begins(after, [*prompt.tokens.tolist(), *ids])
+    made.restart()
     newest = made.answer(prompt, ["Par", "is", END])
     assert begins(made.encode([*chat, assistant("Paris")]), [*prompt.tokens.tolist(), *newest])
+    older = made.encode([*chat, assistant("Rome")])  # it is not only the newest that is known
+    assert begins(older, [*prompt.tokens.tolist(), *answers["Rome"]])
 
 
 def test_another_end_token_than_the_templates_costs_only_itself(tmp_path: Path) -> None:
@@ -370,25 +373,35 @@ def test_reasoning_keeps_its_tokens_until_the_template_drops_it(thinking: Prompt
 # -- in the store --------------------------------------------------------------------------------
 
 
-def test_answers_are_kept_by_key_and_forgotten_by_size_and_age(store: Store) -> None:
-    key, day = bytes(32), 24 * 3600 * 1_000_000
+def kept(connection: Any, *keys: int) -> list[int]:
+    """The first token of each answer under some keys, newest first for each."""
+    names = [key.to_bytes(32, "big") for key in keys]
+    found = find_answers(connection, names)
+    return [int(tokens[0]) for name in names for tokens in found[name]]
+
+
+def test_answers_are_kept_by_key_and_forgotten_by_number_size_and_age(store: Store) -> None:
+    def remember(key: int, number: int) -> None:
+        tokens = as_tokens([number] * 218)  # 1000 bytes, with those of the row
+        remember_answer(connection, Answer(key.to_bytes(32, "big"), tokens), number)
+
+    day = 24 * 3600 * 1_000_000
     with store.database.write() as connection:
-        for number in range(300):
-            tokens = as_tokens([number] * 218)  # 1000 bytes, with the row's own
-            remember_answer(connection, Answer(key, tokens), number)
-        remember_answer(connection, Answer(key, as_tokens([299] * 218)), 299)
-        assert [int(t[0]) for t in find_answers(connection, [key])[key]] == list(
-            reversed(range(300))
-        )
-        trim_answers(connection, 100_000, 300)
-        assert len(find_answers(connection, [key])[key]) == 100
-        trim_answers(connection, 100_000, 250 + 90 * day)
-        assert [int(t[0]) for t in find_answers(connection, [key])[key]][-1] == 250
+        for number in range(100):
+            remember(0, number)
+        remember(0, 80)
+        assert kept(connection, 0) == [80, *(n for n in reversed(range(36, 100)) if n != 80)]
+        for number in range(100, 200):
+            remember(number, number)
+        trim_answers(connection, 50_000, 200)
+        assert kept(connection, 0, *range(100, 200)) == list(range(150, 200))
+        trim_answers(connection, 50_000, 190 + 90 * day)
+        assert kept(connection, *range(200)) == list(range(190, 200))
         (nbytes,) = connection.execute(
             "SELECT value FROM counters WHERE name = 'answer_bytes'"
         ).fetchone()
-        assert nbytes == 50_000
-    assert store.answers([bytes([1] * 32)])[bytes([1] * 32)] == []
+        assert nbytes == 10_000
+    assert len(store.answers([(199).to_bytes(32, "big")])) == 1
 
 
 # -- through the engine --------------------------------------------------------------------------
