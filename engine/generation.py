@@ -26,7 +26,7 @@ from engine.masking import masked
 from engine.measuring import KL_TOKENS, exact_request, measure
 from engine.plan import Compute, Jump, Plan, Refill
 from engine.prefill import Prefill
-from engine.prompt.encode import Prompt, encode
+from engine.prompt.encode import Prompt
 from engine.recorder import Recorder
 from engine.restore import Buffers, capacity_for, logits_bytes
 from engine.sampling import Choice, Chooser, top_logprobs
@@ -62,9 +62,7 @@ class Generation:
         self._index = index
         loaded = worker.loaded
         if given is None:
-            given = encode(
-                request, loaded.prompts, loaded.context, worker.vocabulary, loaded=loaded.tokenizer
-            )
+            given = worker.encode(request)
         self.given, self._prompt = given, given.tokens
         self._room = self._generation_room(loaded.context)
         own = [make() for make in request.processors]
@@ -84,6 +82,7 @@ class Generation:
         self._buffers: Buffers | None = None
         self._boundaries = NO_BOUNDARIES
         self._generated: list[int] = []
+        self._said: list[str] = []  # the text of the answer
         self._last_start = 0  # where the forward began that gave the prompt's logits
         self._at = 0  # where prefilling has come to
         self._fed = 0  # generated tokens whose state is, or is about to be, in the caches
@@ -168,9 +167,10 @@ class Generation:
             yield from self._measure()
         finally:
             self.release()
-        stats = self._stats()
+        stats, rest = self._stats(), self._output.rest()
+        self._said.append(rest)
         self._record(stats)
-        yield End(self._finish or "length", self._output.rest(), stats, self._index)
+        yield End(self._finish or "length", rest, stats, self._index)
 
     def release(self) -> None:
         """Let go of what is held in the store. Idempotent."""
@@ -359,6 +359,7 @@ class Generation:
         self._took.token()
         self._generated.append(token)
         text, self._finish = self._output.feed(token)
+        self._said.append(text)
         if self._request.logprobs is None:
             return Token(token, text, index=self._index)
         logprob, best = top_logprobs(choice, self._request.logprobs)
@@ -477,6 +478,7 @@ class Generation:
             ),
             () if self._recorder is None else self._recorder.tickets,
             self.given.segments,
+            self._worker.remember(self._request, self.given, self._generated, "".join(self._said)),
         )
 
     def _tip_hash(self) -> bytes | None:
