@@ -57,7 +57,7 @@ class Generation:
         self._took = Accounts(load_ms, warmup_ms)
         self._worker = worker
         self._request = request
-        self._index = index
+        self.index = index
         loaded = worker.loaded
         if given is None:
             given = encode(
@@ -122,7 +122,7 @@ class Generation:
 
     def others(self) -> list[Generation]:
         """The further answers that the request asks for; each waits for :meth:`share`."""
-        count = self._request.n if self._index == 0 else 1
+        count = self._request.n if self.index == 0 else 1
         return [
             Generation(self._worker, self._request, index=index, given=self._given)
             for index in range(1, count)
@@ -161,7 +161,7 @@ class Generation:
             self.release()
         stats = self._stats()
         self._record(stats)
-        yield End(self._finish or "length", self._output.rest(), stats, self._index)
+        yield End(self._finish or "length", self._output.rest(), stats, self.index)
 
     def release(self) -> None:
         """Let go of what is held in the store. Idempotent."""
@@ -171,7 +171,7 @@ class Generation:
     def never(self, reason: FinishReason) -> End:
         """The end of a request that never began."""
         self._took.begin()
-        return End(reason, "", self._stats(), self._index)
+        return End(reason, "", self._stats(), self.index)
 
     def _answer(self) -> Generator[Event | Turn, Row, None]:
         if self._shared is None:
@@ -269,7 +269,7 @@ class Generation:
         prompt = len(self._prompt)
         messages = self._message_ends() if layout.states and steps.start < prompt else ()
         self._boundaries = boundaries(layout, worker.block_tokens, prompt, messages, exact=exact)
-        self._took.restore_ms = since(began)
+        self._took.set_up(since(began))
         if self._storage is not None and self._request.store:
             known = {self._lease.match.blocks[i].end for i in steps.reads} if self._lease else set()
             self._recorder = Recorder(
@@ -334,7 +334,7 @@ class Generation:
                     logits = prefill.last(self._last_start, part.end)
                     self._took.computed += part.end - self._last_start
         finally:
-            self._took.prefill_ms = since(began)
+            self._took.prefill_ms += since(began)
             self._took.have_logits()
         live.seek(len(self._prompt))
         return logits
@@ -378,9 +378,9 @@ class Generation:
         self._generated.append(token)
         text, self._finish = self._output.feed(token)
         if self._request.logprobs is None:
-            return Token(token, text, index=self._index)
+            return Token(token, text, index=self.index)
         logprob, best = top_logprobs(choice, self._request.logprobs)
-        return Token(token, text, logprob, best, self._index)
+        return Token(token, text, logprob, best, self.index)
 
     def _decode(self, first: Choice, live: LiveState) -> Generator[Event | Turn, Row, None]:
         """Generate after the first token. The next forward is under way while a token is handed

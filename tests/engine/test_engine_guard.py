@@ -87,6 +87,38 @@ def test_a_waiting_request_goes_on_when_another_ends() -> None:
     assert got
 
 
+def test_an_idle_model_goes_before_a_request_waits_or_is_refused() -> None:
+    memory = Memory(held=900)
+    guard = Guard(1000, memory.gauges())
+    idle = [400, 400]
+    guard.when_short(lambda: bool(idle))
+    for room, left in ((500, 1), (400, 0)):  # refused without; waits without
+        while (claim := guard.claim(room)) is None:
+            gone = idle.pop()
+            memory.held -= gone
+            guard.left(gone)
+        memory.held += room
+        assert (claim.nbytes, len(idle)) == (room, left)
+    assert guard.stats().refusals == 0
+    with pytest.raises(OutOfMemory):
+        guard.claim(1000)
+
+
+def test_a_model_that_is_being_loaded_counts_beside_what_runs() -> None:
+    memory = Memory(held=100)
+    guard = Guard(1000, memory.gauges())
+    claim = guard.claim(400)  # not yet used
+    assert claim is not None
+    assert guard.expect(300)
+    assert not guard.expect(300)
+    assert guard.claim(300) is None
+    memory.held += 300
+    guard.arrived(300, loaded=True)
+    assert guard.claim(300) is None
+    claim.release()
+    assert guard.claim(300) is not None
+
+
 def test_steps_grow_while_they_fit_and_shrink_when_they_do_not() -> None:
     memory = Memory(held=1000)
     guard = Guard(21_000, memory.gauges())

@@ -23,7 +23,7 @@ from engine import (
     TenantLimits,
     Token,
 )
-from kvdb.errors import QuotaExceeded
+from kvdb.errors import Busy, QuotaExceeded
 from kvdb.store import Store
 
 LENGTHS = (3, 20, 90, 300, 31, 700, 64, 1)
@@ -212,6 +212,21 @@ def test_a_tenant_has_no_more_than_its_limits(tiny: Path, make_engine: Any) -> N
         assert max(running) == allowed
     with pytest.raises(QuotaExceeded, match="101 tokens"):
         next(engine.generate(Request(tokens=[1], max_tokens=100, tenant="b")))
+
+
+def test_what_would_wait_beyond_the_queue_is_refused(tiny: Path, make_engine: Any) -> None:
+    engine = make_engine(None, tiny, max_running=2, max_waiting=3)
+    requests = requests_of([20] * 8, max_tokens=4, n=2)
+    streams: list[Any] = []
+    engine.call(lambda worker: streams.extend(engine.generate(r) for r in requests))
+    outcomes: list[str] = []
+    for stream in streams:
+        try:
+            outcomes.append(f"{len(ends(list(stream)))} answers")
+        except Busy as busy:
+            outcomes.append(f"again in {busy.retry_seconds:.0f} s")
+    assert outcomes == ["2 answers"] * 5 + ["again in 1 s"] * 3
+    assert len(ask_all(engine, requests[:5])) == 5  # there is room again
 
 
 def test_salted_requests_share_nothing(tiny: Path, store: Store, make_engine: Any) -> None:
