@@ -148,6 +148,11 @@ class Engine:
         self._inbox.put(job)
         return _Events(job)
 
+    @property
+    def closed(self) -> bool:
+        """It takes no requests any more: it was closed, or ended by a defect."""
+        return self._inbox.closed.is_set()
+
     def load(self) -> Load:
         """What the engine had to do after its last step, and the memory it took."""
         return self._state.load

@@ -156,6 +156,8 @@ class Generation:
                 self._finish = cancelled.reason
                 self._keep_cut_short()
             self._keep_generated(final=True)
+            if self._live is not None:  # it may be a row of a batch that goes on without it
+                self._live.seat.lose()
             yield from self._hold()
         finally:
             self.release()

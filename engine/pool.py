@@ -196,6 +196,9 @@ class Pool:
         slot = self._slots.get(name)
         if slot is None or slot.engine is None:
             return None
+        if slot.engine.closed:  # it met a defect: another one takes its place
+            self._begin_unload(name, slot, slot.engine)
+            return None
         slot.users += 1
         return slot, slot.engine
 
@@ -296,13 +299,18 @@ class Pool:
             if self._leaving or victim is None:
                 return self._leaving > 0
             slot = self._slots[victim]
-            if slot.engine is None:
-                return False
-            engine = self._take_out(slot, slot.engine)
-            threading.Thread(
-                target=self._unload, name="kvdb-unload", daemon=True, args=(victim, slot, engine)
-            ).start()
+            if slot.engine is not None:
+                self._begin_unload(victim, slot, slot.engine)
             return True
+
+    def _begin_unload(self, name: str, slot: _Slot, engine: Engine) -> None:
+        """With the lock held."""
+        threading.Thread(
+            target=self._unload,
+            name="kvdb-unload",
+            daemon=True,
+            args=(name, slot, self._take_out(slot, engine)),
+        ).start()
 
     def _take_out(self, slot: _Slot, engine: Engine) -> Engine:
         """With the lock held: nobody finds the engine any more; to be followed by _unload."""

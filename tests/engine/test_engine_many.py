@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -199,6 +200,38 @@ def test_a_paused_answer_goes_on_where_it_was(tiny: Path, make_engine: Any) -> N
     assert all(len(ids(events)) == 20 for events in urgent)
     engine.call(lambda worker: None)
     assert engine.load() == Load()
+
+
+def test_one_that_waits_to_be_held_can_be_paused(
+    tiny: Path, store: Store, make_engine: Any
+) -> None:
+    """It has left the batch that it was a row of, which goes on without it."""
+    engine = make_engine(store, tiny, block_tokens=64, max_running=2)
+    on_disk = threading.Event()
+    slow, kept = requests_of((40, 50), max_tokens=120, priority="batch")
+
+    def stall(worker: Any) -> None:
+        written = worker.storage.written
+        worker.storage.written = lambda tokens: (
+            on_disk.is_set if len(tokens) in range(51, 60) else written(tokens)
+        )
+
+    engine.call(stall)
+    streams: list[Any] = []
+    asked = (slow, replace(kept, max_tokens=5, ttl_seconds=60))
+    engine.call(lambda worker: streams.extend(engine.generate(r) for r in asked))
+    tokens = [next(e for e in streams[1] if isinstance(e, Token)) for _ in range(5)]
+    before = [next(e for e in streams[0] if isinstance(e, Token)) for _ in range(20)]
+    urgent = list(engine.generate(Request(tokens=[1, 2, 3], max_tokens=3)))
+    on_disk.set()
+    ended = [list(stream) for stream in streams]
+    assert ends(urgent)[0].reason == "length"
+    assert ends(ended[1])[0].stats.held
+    alone = make_engine(None, tiny)
+    for events, request in ((before + ended[0], slow), (tokens + ended[1], kept)):
+        answer = ids(list(alone.generate(request)))
+        assert ids(events) == answer[: len(ids(events))]
+    assert len(ids(before + ended[0])) == 120
 
 
 def test_a_tenant_has_no_more_than_its_limits(tiny: Path, make_engine: Any) -> None:

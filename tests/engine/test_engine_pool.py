@@ -144,6 +144,18 @@ def test_an_idle_model_goes_before_a_request_is_refused(tmp_path: Path, make_poo
     assert len(ask(pool, long)) == 6
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_met_a_defect_is_replaced(models: list[str], make_pool: Any) -> None:
+    pool = make_pool()
+    answer = ask(pool, models[0])
+    with pool.engine(models[0]) as engine:
+        engine.call(lambda worker: delattr(worker, "guard"))
+    with pytest.raises((AttributeError, EngineClosed)):
+        ask(pool, models[0])
+    assert engine.closed
+    assert ask(pool, models[0]) == answer
+
+
 def test_requests_in_a_loop_while_models_come_and_go(models: list[str], make_pool: Any) -> None:
     """omlx#2116: each request is answered as if it were alone, or refused in a sentence."""
     truth = {}
