@@ -223,6 +223,7 @@ def test_one_that_waits_to_be_held_can_be_paused(
     tokens = [next(e for e in streams[1] if isinstance(e, Token)) for _ in range(5)]
     before = [next(e for e in streams[0] if isinstance(e, Token)) for _ in range(20)]
     urgent = list(engine.generate(Request(tokens=[1, 2, 3], max_tokens=3)))
+    store.flush()
     on_disk.set()
     ended = [list(stream) for stream in streams]
     assert ends(urgent)[0].reason == "length"
@@ -278,8 +279,11 @@ def test_a_ttl_holds_the_state(tiny: Path, store: Store, make_engine: Any) -> No
     prompt = prompt_tokens(200)
     assert run(engine, prompt, ttl_seconds=1000.0, tenant="t").stats.held
     assert run(engine, prompt, ttl_seconds=2000.0, tenant="t").stats.held
+    # Neither a shorter time nor another tenant takes from it.
+    assert run(engine, prompt, ttl_seconds=5.0, tenant="t").stats.held
+    assert run(engine, prompt, ttl_seconds=7.0, tenant="u").stats.held
     rows = store.sql("SELECT tenant, (expires_at - created_at) / 1000000 FROM sequences").rows
-    assert rows == [("t", 2000)]
+    assert [(tenant, round(seconds, -3)) for tenant, seconds in rows] == [("t", 2000), ("u", 0)]
     store.evict(to_bytes=0)
     # All but the prompt's logits: its last block grew into the answer's.
     assert run(engine, prompt).stats.restored_tokens == 199
