@@ -123,12 +123,14 @@ class Guard:
             self.settle()
             self._changed.notify_all()
 
-    def claim(self, nbytes: int, *, again: bool = False) -> Claim | None:
+    def claim(self, nbytes: int, *, spare: int = 0, again: bool = False) -> Claim | None:
         """Promise ``nbytes`` to a request; None when it must wait for others to end or for an idle
-        model to go, and ask ``again``. Raises OutOfMemory when it could not run alone."""
+        model to go, and ask ``again``. Beside others ``spare`` bytes must stay free for their
+        steps. Raises OutOfMemory when it could not run alone."""
         with self._changed:
             fits = self.ceiling is None or self._before + nbytes <= self.ceiling
-            if fits and self._make_room(nbytes) >= nbytes:
+            wanted = nbytes + (spare if self._claimed else 0)
+            if fits and self._make_room(wanted) >= wanted:
                 self._claimed += nbytes
                 return Claim(self, nbytes)
             wait = fits and (self._claimed > 0 or self._loading > 0)
@@ -236,12 +238,11 @@ class Steps:
         shortest = self._shortest
         if self._last is None:
             return shortest
-        then, end, took = self._last
 
         def bound(tokens: int) -> int:
-            return int(took * (tokens / then) * max(1.0, (at + tokens) / end))
+            return self._bound(tokens, at + tokens)
 
-        count = min(wanted, 2 * then) // shortest
+        count = min(wanted, 2 * self._last[0]) // shortest
         need = bound(shortest)
         room = self._guard.room(bound(count * shortest))
         if room < need:
@@ -252,6 +253,16 @@ class Steps:
         while count > 1 and bound(count * shortest) > room:
             count -= 1
         return count * shortest
+
+    def least(self, end: int) -> int:
+        """Bytes that the shortest step up to token ``end`` may need, as far as is known."""
+        return self._bound(self._shortest, end)
+
+    def _bound(self, tokens: int, end: int) -> int:
+        if self._last is None:
+            return 0
+        then, then_end, took = self._last
+        return int(took * (tokens / then) * max(1.0, end / then_end))
 
     @contextmanager
     def watch(self, tokens: int, end: int) -> Iterator[None]:

@@ -247,8 +247,11 @@ class Scheduler:
         """Memory for its state at its longest; False while others hold it."""
         if run.claim is None:
             nbytes = self.worker.state_bytes(run.generation.tokens_at_most)
+            prefilling = [other for other in self._runs if other.active and not other.forward]
+            longest = max(len(other.generation.prompt) for other in (run, *prefilling))
+            spare = self.worker.steps.least(longest)
             try:
-                run.claim = self.worker.guard.claim(nbytes, again=run.short)
+                run.claim = self.worker.guard.claim(nbytes, spare=spare, again=run.short)
                 run.short = run.claim is None
             except OutOfMemory as error:
                 self._fail(run, error)
