@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from importlib.metadata import version
 
 from fastapi import APIRouter, FastAPI
@@ -13,7 +16,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from engine.http import (
+    admin,
     anthropic_messages,
+    asking,
+    caches,
+    health,
+    jobs,
+    keys,
+    metrics,
     openai_chat,
     openai_completions,
     openai_models,
@@ -31,7 +41,20 @@ ROUTERS: tuple[APIRouter, ...] = (
     openai_completions.router,
     openai_responses.router,
     anthropic_messages.router,
+    caches.router,
+    health.router,
+    metrics.router,
+    admin.router,
+    jobs.router,
+    asking.router,
+    keys.router,
 )
+
+
+@asynccontextmanager
+async def _life(app: FastAPI) -> AsyncGenerator[None]:
+    yield
+    await asyncio.to_thread(app.state.jobs.close)  # the store is about to close
 
 
 def create_app(service: Service, access: Access | None = None) -> FastAPI:
@@ -41,8 +64,12 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
         title="kvdb",
         version=version("kvdb"),
         summary="A database of KV cache state for local LLM inference",
+        lifespan=_life,
     )
     app.state.service = service
+    app.state.metrics = metrics.Metrics(service)
+    app.state.jobs = jobs.Jobs()
+    app.state.sql_places = threading.Semaphore(asking.SQL_PLACES)
     for router in ROUTERS:
         app.include_router(router)
 
