@@ -11,16 +11,15 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
-from engine import events
 from engine.guide import Guide
 from engine.http.anthropic_shapes import PING, MessageWriter, anthropic_error
+from engine.http.caller import caller_of, read_wishes
 from engine.http.errors import route_class
 from engine.http.levels import Router
 from engine.http.respond import json_response, respond_as_stream, take_all
 from engine.http.service import Service
-from engine.http.turn import MAX_CALLS, Ask, ToolChoice, begin, check_size
+from engine.http.turn import MAX_CALLS, Ask, ToolChoice, begin, request_of
 from engine.prompt.anthropic import anthropic_messages
-from engine.prompt.encode import encode
 from engine.prompt.parts import Data, tool_of
 from kvdb.errors import PromptError, UsageError
 
@@ -82,11 +81,11 @@ async def messages(body: MessagesBody, request: Request) -> Response:
 async def count_tokens(body: PromptBody, request: Request) -> Response:
     """How many tokens the prompt of a body has."""
     service: Service = request.app.state.service
-    prompt = await _prompt(service, body)
-    check_size(Ask(prompt), service.limits)
-    facts = await service.loaded_facts(service.find(body.model).name)
-    counted = await asyncio.to_thread(encode, events.Request(**prompt), facts.prompts, None, None)
-    return json_response({"input_tokens": len(counted.tokens)})
+    served = service.find(body.model)
+    wishes = read_wishes(request.headers, body.kvdb, caller_of(request))
+    ask = Ask(await _prompt(service, body), kvdb=body.kvdb)
+    asked = request_of(ask, wishes, served, service.limits)
+    return json_response({"input_tokens": await service.count(served.name, asked)})
 
 
 async def _prompt(service: Service, body: PromptBody) -> dict[str, Any]:

@@ -234,11 +234,21 @@ def test_a_marked_prefix_is_kept_and_read(server: Running) -> None:
 
 
 def test_where_the_share_is_full_it_is_stored_unpinned(server: Running) -> None:
+    def ask(tenant: str) -> str:
+        part = {"type": "text", "text": SYSTEM, "cache_control": EPHEMERAL}
+        headers = {"x-kvdb-tenant": tenant}
+        answer = create(server, system=[part], extra_headers=headers, max_tokens=1)
+        state: str = answer.usage.kvdb["marks"][0]["state"]
+        return state
+
+    assert ask("large") == "held"
+    (nbytes,) = server.one(
+        "SELECT sum(p.nbytes) FROM parts AS p JOIN blocks AS b ON b.id = p.block_id "
+        "JOIN namespaces AS n ON n.id = b.namespace_id WHERE n.tenant = 'large'"
+    )
     assert server.store is not None
-    server.store.set_quota(4096, tenant="small")
-    part = {"type": "text", "text": SYSTEM, "cache_control": EPHEMERAL}
-    body = {"system": [part], "extra_headers": {"x-kvdb-tenant": "small"}, "max_tokens": 1}
-    assert create(server, **body).usage.kvdb["marks"][0]["state"] == "share full"
+    server.store.set_quota(nbytes * 3 // 2, tenant="small")  # half of that may be held
+    assert ask("small") == "share full"
 
 
 def test_claude_codes_billing_line_is_no_prompt(server: Running) -> None:
