@@ -64,6 +64,7 @@ class Accounts:
         self._skip, self._covered = steps.skip, steps.start
         if ends:
             self.restored, self.masked, self._skip = steps.start, 0, "full"
+            self.unmasked = None
         if self.match is not None:
             used = [self.match.blocks[index].id for index in steps.reads]
             if steps.shared and self.match.shared is not None:

@@ -65,6 +65,9 @@ class Request:
     numbers of tokens after which another request may go on differently, as after the last message
     before the answer: recurrent layers keep a state there.
 
+    ``remember``: the tokens of the answer to a chat are kept, so that a later chat that repeats it
+    as text gets the very tokens whose state is stored (engine/prompt/memory.py).
+
     ``salt`` gives it a key space of its own. ``ttl_seconds`` holds its state in the store for that
     long, as far as its tenant may hold more. ``priority`` batch waits for interactive ones, and
     ``deadline_ms`` after it was handed in it ends, whatever it has by then. ``n`` answers come
@@ -96,6 +99,7 @@ class Request:
     reuse: Reuse = "max"
     read: bool = True
     store: bool = True
+    remember: bool = True
     boundaries: tuple[int, ...] = ()
     tenant: str = ""
     client: str = ""

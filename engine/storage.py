@@ -21,6 +21,7 @@ from kvdb.segments import Segment
 from kvdb.writer import Payload, Ticket
 
 if TYPE_CHECKING:
+    from kvdb.answers import Answer
     from kvdb.builds import Build
     from kvdb.match import Match, Namespace, PartRef
     from kvdb.reader import Location
@@ -205,9 +206,15 @@ class Storage:
         record: RequestRecord,
         tickets: Sequence[Ticket],
         segments: Callable[[], Sequence[Segment]],
+        answer: Answer | None = None,
     ) -> None:
         if not self.store.read_only:
-            self._try(lambda: self.store.record(record, tickets, segments), None)
+            self._try(lambda: self.store.record(record, tickets, segments, answer), None)
+
+    def answers(self, keys: Sequence[bytes]) -> Mapping[bytes, Sequence[Tokens]]:
+        """See :meth:`kvdb.store.Store.answers`."""
+        nothing: Mapping[bytes, Sequence[Tokens]] = {}
+        return self._try(lambda: self.store.answers(keys), nothing)
 
     def _try(self, action: Callable[[], T], otherwise: T) -> T:
         try:
