@@ -6,8 +6,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
