@@ -13,8 +13,7 @@ from engine.http.admin import Body, service_of, store_of
 from engine.http.errors import RETRY_SECONDS, route_class
 from engine.http.levels import Router
 from engine.http.openai_shapes import openai_error
-from engine.http.prompts import PromptFields, prompt_of
-from engine.prompt.encode import encode
+from engine.http.prompts import PromptFields, RowId, prompt_of
 from engine.prompt.tokenizer import namespace_decoder
 from kvdb.errors import Busy, UsageError
 from kvdb.explain import Explanation, explain_request, explain_tokens
@@ -63,7 +62,7 @@ class ExplainBody(PromptFields):
     """A prompt of a model, or the id of a past request."""
 
     model: str = ""
-    request_id: int | None = None
+    request_id: RowId | None = None
 
 
 @router.post("/explain")
@@ -90,10 +89,10 @@ def _explain_prompt(request: Request, model: str, given: EngineRequest) -> Expla
     """Against the key space that the served model uses; it is loaded if it is not in memory."""
     service, store = service_of(request), store_of(request)
     with service.pool.engine(service.find(model).name) as engine:
-        facts = engine.facts
-        namespace = engine.call(lambda w: None if w.storage is None else w.storage.namespace)
-    if namespace is None:
+        storage, prompt = engine.call(lambda worker: (worker.storage, worker.encode(given)))
+    if storage is None:
         raise UsageError("The state of this model is not stored.")
-    prompt = encode(given, facts.prompts, facts.context, facts.vocabulary)
-    decode = None if facts.prompts is None else facts.prompts.decode
-    return explain_tokens(store, namespace, prompt.tokens, segments=prompt.segments(), text=decode)
+    decode = None if prompt.tokenizer is None else prompt.tokenizer.decode
+    return explain_tokens(
+        store, storage.namespace, prompt.tokens, segments=prompt.segments(), text=decode
+    )

@@ -16,14 +16,18 @@ KEEP_ALIVE_SECONDS = 30
 
 
 class _GuardedProtocol(H11Protocol):
-    """Ends a connection whose request's header is not complete in time: uvicorn would wait for
-    ever, and such clients could hold every descriptor."""
+    """Ends a connection whose request's header is not complete in time, for which uvicorn would
+    wait for ever; and one that is too many: the store needs descriptors, too."""
 
     header_seconds: float
+    max_connections: int
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            transport.abort()
+            return
         self.access_log = False  # whatever the program does to loggers: it shows query strings
         # asyncio does this only for sockets that it made itself. Without it Nagle's algorithm holds
         # an answer's second write back until the client's delayed ACK, 40 ms.
@@ -61,6 +65,7 @@ def uvicorn_options(options: AccessOptions) -> dict[str, Any]:
 
     class Protocol(_GuardedProtocol):
         header_seconds = options.header_seconds
+        max_connections = options.max_connections
 
     return {
         "host": options.host,

@@ -224,3 +224,31 @@ def test_what_a_tenant_may_hold_is_bounded(server: Guarded) -> None:
         server.store.evict(to_bytes=0)
     server.store.set_quota(None, tenant="b")
     assert server.get("GET", "/v1/kvdb/caches", key="b") == {"caches": []}
+
+
+BIG = [-1, 1 << 32, 1 << 63, 10**30]
+
+
+@pytest.mark.parametrize("big", BIG)
+def test_numbers_that_nothing_has_are_said_to_be_wrong(server: Guarded, big: int) -> None:
+    tokens = {"model": "tiny", "tokens": [big]}
+    short = {"name": "big", "model": "tiny", "tokens": [1], "ttl_seconds": -abs(big)}
+    bodies: list[tuple[str, str, Any]] = [
+        ("DELETE", f"/v1/kvdb/keys/{big}", None),
+        ("GET", f"/v1/kvdb/jobs/{big}", None),
+        ("POST", "/v1/kvdb/explain", {"request_id": big}),
+        ("POST", "/v1/kvdb/explain", tokens),
+        ("POST", "/v1/kvdb/warm", tokens),
+        ("POST", "/v1/kvdb/caches", {"name": "big", **tokens}),
+        ("POST", "/v1/kvdb/caches", short),
+        ("POST", "/v1/kvdb/verify", {"sample": big, "start": -abs(big)}),
+        ("POST", "/v1/kvdb/sql", {"sql": "SELECT :n", "params": {"n": big}, "limit": -1}),
+    ]
+    for method, path, body in bodies:
+        answer = server.call(method, path, body, key="admin")
+        assert answer.status_code in (400, 404), (path, body, answer.text)
+        assert answer.json()["error"]["message"].endswith(".")
+    sql = {"sql": "SELECT :n AS n", "params": {"n": big}}
+    assert server.call("POST", "/v1/kvdb/sql", sql, key="admin").status_code in (200, 400)
+    evict = {"namespace_id": big, "dry_run": True}
+    assert server.call("POST", "/v1/kvdb/evict", evict, key="admin").status_code in (200, 400)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
@@ -329,6 +330,19 @@ def test_13_bytes_that_trickle_do_not_help(keyed: Guarded) -> None:
             except ConnectionError:
                 ended = True
         assert ended
+
+
+def test_13_more_connections_than_there_are_places(start: Start) -> None:
+    server = start(keyed=False, max_connections=3)
+    address = ("127.0.0.1", server.port)
+    with ExitStack() as held:
+        for _ in range(3):
+            held.enter_context(socket.create_connection(address, timeout=10))
+        assert send_raw(server.port, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") == b""
+    while True:  # until it has noticed that they are gone
+        with contextlib.suppress(httpx.TransportError):
+            assert server.call("GET", "/health").status_code == 200
+            break
 
 
 def test_14_headers_without_end(keyed: Guarded) -> None:
