@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from kvdb.responses import (
 log = logging.getLogger("kvdb.http")
 router = Router("inference", prefix="/v1", tags=["OpenAI"], route_class=route_class(openai_error))
 MAX_TOP_LOGPROBS = 20
+ID = re.compile(r"resp_[0-9a-f]{32}", re.ASCII)
 # Tools that OpenAI runs itself. Agents send them with their own: these are left out, and named in
 # usage.kvdb.
 THEIR_TOOLS = (
@@ -126,7 +128,7 @@ async def get_response(response_id: str, request: Request) -> Response:
     service: Service = request.app.state.service
     tenant = read_wishes(request.headers, None, caller_of(request)).tenant
     found = None
-    if service.store is not None:
+    if service.store is not None and ID.fullmatch(response_id):
         found = await asyncio.to_thread(find_response, service.store, response_id, tenant)
     if found is None:
         raise NotServed(_none(response_id))
@@ -139,7 +141,7 @@ async def forget_response(response_id: str, request: Request) -> Response:
     service: Service = request.app.state.service
     tenant = read_wishes(request.headers, None, caller_of(request)).tenant
     gone = False
-    if service.store is not None:
+    if service.store is not None and ID.fullmatch(response_id):
         gone = await asyncio.to_thread(delete_response, service.store, response_id, tenant)
     if not gone:
         raise NotServed(_none(response_id))
@@ -172,7 +174,9 @@ async def _earlier(service: Service, response_id: str | None, tenant: str) -> li
     store = service.store
 
     def find() -> list[Data] | None:
-        found = None if store is None else find_conversation(store, response_id, tenant)
+        if store is None or not ID.fullmatch(response_id):
+            return None
+        found = find_conversation(store, response_id, tenant)
         if found is None:
             return None
         items: list[Data] = []

@@ -314,6 +314,7 @@ def said(*parts: Any) -> dict[str, Any]:
         (said({"type": "server_tool_use", "id": "x", "name": "web_search", "input": {}}), "server"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search"),
         ({"tools": [{"name": "x"}]}, "input_schema"),
+        ({"mcp_servers": [{"type": "url", "name": "x", "url": "http://x"}]}, "mcp_servers"),
         ({"tool_choice": {"type": "any"}}, "tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "delete"}}, "delete"),
         ({"thinking": {"type": "maybe"}}, "thinking"),
