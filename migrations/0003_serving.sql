@@ -1,6 +1,9 @@
--- What serving over HTTP adds.
---
--- Columns are described in kvdb/schema.toml, from which docs/schema.md is made.
+-- What serving over HTTP remembers. Columns are described in kvdb/schema.toml.
+
+-- Approximate skips.
+
+-- NULL where it was not measured.
+ALTER TABLE requests ADD COLUMN kl REAL;
 
 -- -- token memory --------------------------------------------------------------------------------
 
