@@ -7,6 +7,7 @@ from engine.events import (
     End,
     Event,
     Load,
+    LogitsProcessor,
     Message,
     Progress,
     Request,
@@ -14,17 +15,21 @@ from engine.events import (
     Stats,
     Token,
 )
+from engine.guide import CallForm, Guide
 from engine.models import ModelOptions
 from engine.options import EngineOptions, TenantLimits
 from engine.pool import ModelBusy, Pool, PooledModel, PoolOptions
 
 __all__ = [
+    "CallForm",
     "End",
     "Engine",
     "EngineClosed",
     "EngineOptions",
     "Event",
+    "Guide",
     "Load",
+    "LogitsProcessor",
     "Message",
     "ModelBusy",
     "ModelOptions",

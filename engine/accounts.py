@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class Accounts:
-    """Counters and times of one answer. ``restored``, ``refilled`` and ``computed`` are tokens of
-    the prompt; ``match`` is what the store had of it."""
+    """Counters and times of one answer. ``restored``, ``refilled``, ``computed`` and ``masked``
+    are tokens of the prompt; ``match`` is what the store had of it."""
 
     def __init__(self, load_ms: float, warmup_ms: float) -> None:
         self._started, self._started_us = time.perf_counter(), time.time_ns() // 1000
@@ -28,7 +28,9 @@ class Accounts:
         self._first_token_ms: float | None = None
         self._first_sample_ms: float | None = None
         self.match: Match | None = None
-        self.restored = self.refilled = self.computed = 0
+        self.restored = self.refilled = self.computed = self.masked = 0
+        self.unmasked: str | None = None  # why holes of an approximate request were refilled
+        self.kl: float | None = None
         self.bytes_read = self.bytes_ram = 0
         self.damaged = False
         self.shared = False  # another request computed the prompt
@@ -38,8 +40,8 @@ class Accounts:
 
     @property
     def done(self) -> int:
-        """Tokens of the prompt that have their state."""
-        return self.restored + self.refilled + self.computed
+        """Tokens of the prompt that have their state, or go without."""
+        return self.restored + self.refilled + self.computed + self.masked
 
     def ready(self) -> None:
         """The prompt is encoded: what follows may have to wait."""
@@ -49,14 +51,20 @@ class Accounts:
     def begin(self) -> None:
         self.queued_ms = since(self._ready)
 
-    def share(self, prompt: int, match: Match | None) -> None:
-        """Its prompt's state is another request's, for which the store had ``match``."""
-        self.match = match
-        self.shared, self.restored, self._skip, self._covered = True, prompt, "full", prompt
+    def share(self, prompt: int, other: Accounts) -> None:
+        """Its prompt's state is another request's."""
+        self.match, self.masked, self.unmasked = other.match, other.masked, other.unmasked
+        self.shared, self.restored, self._covered = True, prompt - self.masked, prompt
+        self._skip = "approximate" if self.masked else "full"
 
-    def settle(self, steps: Plan) -> None:
-        """Take a plan as what is done: what it restores counts, and counts as used."""
-        self.restored, self._skip, self._covered = steps.restored, steps.skip, steps.start
+    def settle(self, steps: Plan, *, ends: bool = False) -> None:
+        """Take a plan as what is done: what it restores counts, and counts as used. An answer that
+        ``ends`` with its first token, from stored logits, needs nothing else."""
+        self.restored, self.masked = steps.restored, steps.masked
+        self._skip, self._covered = steps.skip, steps.start
+        if ends:
+            self.restored, self.masked, self._skip = steps.start, 0, "full"
+            self.unmasked = None
         if self.match is not None:
             used = [self.match.blocks[index].id for index in steps.reads]
             if steps.shared and self.match.shared is not None:
@@ -98,6 +106,7 @@ class Accounts:
             restored_tokens=self.restored,
             refilled_tokens=self.refilled,
             computed_tokens=self.computed,
+            masked_tokens=self.masked,
             generated_tokens=generated,
             forwarded_tokens=forwarded,
             forwarded_prompt_tokens=forwarded_prompt,
@@ -108,6 +117,8 @@ class Accounts:
             shared_steps=self.shared_steps,
             alone=alone,
             held=self.held,
+            unmasked=self.unmasked,
+            kl=self.kl,
             load_ms=self._load_ms,
             warmup_ms=self._warmup_ms,
             queued_ms=self.queued_ms,
@@ -130,7 +141,7 @@ class Accounts:
         cut_short: bool,
     ) -> RequestRecord:
         """The row of history; ``unstored`` says why state was not kept, where it was meant."""
-        unstored = "cancelled" if cut_short else None
+        unstored = "cancelled" if cut_short else "approximate" if self.masked else None
         return RequestRecord(
             started_at=self._started_us,
             namespace_id=namespace_id,
@@ -139,6 +150,7 @@ class Accounts:
             restored_tokens=self.restored,
             refilled_tokens=self.refilled,
             computed_tokens=self.computed,
+            masked_tokens=self.masked,
             generated_tokens=stats.generated_tokens,
             skip=stats.skip,
             tenant=request.tenant,
@@ -158,6 +170,7 @@ class Accounts:
             behind_ms=stats.behind_ms,
             first_token_ms=stats.first_token_ms,
             total_ms=stats.total_ms,
+            kl=self.kl,
             touched=self._touched,
             unstored=unstored if request.store else "store_off",
         )

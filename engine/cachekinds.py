@@ -19,6 +19,7 @@ from mlx_lm.models.cache import (
 )
 
 from engine import mlxlm
+from engine.masking import MaskedKVCache, MaskedQuantizedKVCache
 from engine.plan import Needs
 from kvdb.layout import TOKEN_MARK, LayerSpec, Layout, PartKind, TensorSpec
 
@@ -68,12 +69,14 @@ def _window(cache: RotatingKVCache) -> Attributes:
 # Also the allow-list of classes: what is not here is neither cut nor made.
 KINDS: Mapping[type, CacheKind] = {
     KVCache: CacheKind(mlxlm.kv_arrays, mlxlm.load_kv),
+    MaskedKVCache: CacheKind(mlxlm.kv_arrays, mlxlm.load_kv),
     ConcatenateKVCache: CacheKind(mlxlm.kv_arrays, mlxlm.load_concatenate, seekable=False),
     QuantizedKVCache: CacheKind(
         mlxlm.quantized_arrays,
         mlxlm.load_quantized,
         attributes=lambda cache: (("bits", cache.bits), ("group_size", cache.group_size)),
     ),
+    MaskedQuantizedKVCache: CacheKind(mlxlm.quantized_arrays, mlxlm.load_quantized),
     RotatingKVCache: CacheKind(
         mlxlm.kv_arrays, mlxlm.load_rotating, mlxlm.rotating_spans, attributes=_window
     ),

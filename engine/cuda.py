@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ log = logging.getLogger("kvdb.engine")
 
 Host = npt.NDArray[Any]
 PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE
+KEPT_BYTES = 2 << 30
 DTYPES = {
     "|u1": mx.uint8,
     "<u2": mx.uint16,
@@ -37,7 +39,7 @@ DTYPES = {
 class Uplink(NamedTuple):
     """How bytes reach the device and come back: read into ``staging``, then ``upload`` makes an
     MLX array of a contiguous host array, which may be overwritten afterwards; ``download`` makes a
-    fresh host array of a flat uint8 one of MLX's."""
+    host array of a flat uint8 one of MLX's, which is the caller's until it is dropped."""
 
     upload: Callable[[Host], mx.array]
     download: Callable[[mx.array], Bytes]
@@ -63,6 +65,7 @@ class _Driver:
     """The calls of libcuda that are used, in the context of the thread that makes it."""
 
     def __init__(self) -> None:
+        self._recycled = Recycled(self._lock_pages, self._unlock_pages)
         self._cuda: Any = ctypes.CDLL("libcuda.so.1")
         self._cuda.cuMemcpyHtoD_v2.argtypes = (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)
         self._cuda.cuMemcpyDtoH_v2.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t)
@@ -87,7 +90,7 @@ class _Driver:
         mx.eval(array)
         mx.synchronize()
         source = np.array(array, copy=False).ctypes.data
-        host = np.empty(array.size, np.uint8)
+        host = self._recycled.lend(array.size)
         if self._cuda.cuMemcpyDtoH_v2(host.ctypes.data, source, host.nbytes):
             return np.array(array)
         return host
@@ -95,12 +98,63 @@ class _Driver:
     def page_locked(self, nbytes: int) -> Bytes:
         """Host memory that the device can read directly; ordinary memory where there is no more.
         From any thread."""
+        return self._recycled.lend(nbytes)
+
+    def _lock_pages(self, nbytes: int) -> int | None:
         address = ctypes.c_void_p()
         if self._cuda.cuCtxSetCurrent(self._context) or self._cuda.cuMemHostAlloc(
             ctypes.byref(address), nbytes, PORTABLE
         ):
+            return None
+        return address.value
+
+    def _unlock_pages(self, address: int) -> None:
+        self._cuda.cuCtxSetCurrent(self._context)
+        self._cuda.cuMemFreeHost(address)
+
+
+class Recycled:
+    """Memory of ``allocate`` (its address, or None) as arrays. What is dropped is lent again, up to
+    ``kept`` bytes: page-locking costs as much as the copy that it speeds up. From any thread."""
+
+    def __init__(
+        self,
+        allocate: Callable[[int], int | None],
+        free: Callable[[int], None],
+        kept: int = KEPT_BYTES,
+    ) -> None:
+        self._allocate = allocate
+        self._free = free
+        self._kept = kept
+        self._idle: deque[tuple[int, int]] = deque()  # address, bytes: the latest last
+
+    def lend(self, nbytes: int) -> Bytes:
+        """``nbytes`` bytes of any content; ordinary memory where there is none to be had."""
+        address = self._idle_of(nbytes) or self._allocate(nbytes)
+        if address is None:
             return np.empty(nbytes, np.uint8)
-        memory = (ctypes.c_uint8 * nbytes).from_address(int(address.value or 0))
-        free = weakref.finalize(memory, self._cuda.cuMemFreeHost, address)
-        free.atexit = False  # the driver may be gone by then, and the process takes it along
+        memory = (ctypes.c_uint8 * nbytes).from_address(address)
+        # All arrays that look into it keep this object alive.
+        finalizer = weakref.finalize(memory, self._take_back, address, nbytes)
+        finalizer.atexit = False  # the driver may be gone by then, and the process takes it along
         return np.ctypeslib.as_array(memory)
+
+    def _idle_of(self, nbytes: int) -> int | None:
+        for _ in range(len(self._idle)):
+            try:
+                address, size = self._idle.pop()
+            except IndexError:  # another thread was faster
+                return None
+            if size == nbytes:
+                return address
+            self._idle.appendleft((address, size))
+        return None
+
+    def _take_back(self, address: int, nbytes: int) -> None:
+        self._idle.append((address, nbytes))
+        while sum(size for _, size in tuple(self._idle)) > self._kept:
+            try:
+                oldest, _ = self._idle.popleft()
+            except IndexError:
+                return
+            self._free(oldest)

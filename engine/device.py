@@ -25,6 +25,8 @@ from kvdb.ramtier import PartKey, RamTier
 if TYPE_CHECKING:
     from kvdb.match import Match, MatchedBlock
 
+# MLX's CUDA kernels for it count in 32 bits: a larger concatenation writes into foreign memory.
+MOST_ELEMENTS = (1 << 31) - 1
 # A part of one block on the device: the arrays of `device_part`.
 DevicePart = tuple[mx.array, ...]
 
@@ -65,8 +67,12 @@ class DeviceBuffers(Buffers):
 
     def live(self, caches: Sequence[Any]) -> LiveState:
         live = LiveState(self._layout, caches, self._uplink.download)
-        joined = [(p, _join(p, self._pieces[p.name])) for p in self._parts if self._pieces[p.name]]
-        mx.eval([arrays for _, arrays in joined])
+        joined = [
+            (part, _join(part, self._pieces[part.name]))
+            for part in self._parts
+            if self._pieces[part.name]
+        ]
+        mx.eval([arrays for _, arrays in joined])  # not the slices by layer, which cost nothing
         for part, arrays in joined:
             live.fill(_by_layer(part, arrays))
         self._pieces = {}
@@ -140,17 +146,18 @@ def device_part(raw: Bytes, part: PartSpec, tokens: int, uplink: Uplink) -> Devi
     return tuple(arrays)
 
 
-def _join(part: PartSpec, pieces: Sequence[_Piece]) -> DevicePart:
-    """All tokens from 0 on; of those that are not here (holes, to be refilled) the room only."""
+def _join(part: PartSpec, pieces: Sequence[_Piece]) -> list[list[mx.array]]:
+    """All tokens from 0 on; of those that are not here (holes, to be refilled) the room only. For
+    each array of a piece, the layers in as few as MLX can make."""
     alike = part.stacked(1) is not None
     axes = [2 + TOKEN_AXIS] if alike else [1 + TOKEN_AXIS for _ in part.tensors]
-    return tuple(
+    return [
         _joined([(p.start, p.tokens, p.arrays[number]) for p in pieces], axis)
         for number, axis in enumerate(axes)
-    )
+    ]
 
 
-def _joined(pieces: Sequence[tuple[int, int, mx.array]], axis: int) -> mx.array:
+def _joined(pieces: Sequence[tuple[int, int, mx.array]], axis: int) -> list[mx.array]:
     row: list[mx.array] = []
     at = 0
     for start, tokens, array in sorted(pieces, key=lambda piece: piece[0]):
@@ -165,14 +172,27 @@ def _joined(pieces: Sequence[tuple[int, int, mx.array]], axis: int) -> mx.array:
         whole = skip == 0 and tokens == array.shape[axis]
         row.append(array if whole else array[(*before, slice(skip, tokens))])
         at = start + tokens
-    return mx.concatenate(row, axis=axis)
+    layers = row[0].shape[0]
+    size = sum(array.size for array in row) // layers
+    together = max(1, MOST_ELEMENTS // size)
+    return [
+        mx.concatenate(
+            [array if together >= layers else array[first : first + together] for array in row],
+            axis=axis,
+        )
+        for first in range(0, layers, together)
+    ]
 
 
-def _by_layer(part: PartSpec, arrays: DevicePart) -> dict[int, list[mx.array]]:
+def _by_layer(part: PartSpec, joined: Sequence[Sequence[mx.array]]) -> dict[int, list[mx.array]]:
     if part.stacked(1) is not None:
-        (joined,) = arrays
-        return {
-            layer: [joined[number, tensor] for tensor in range(len(part.tensors))]
-            for number, layer in enumerate(part.layers)
-        }
-    return {layer: [array[number] for array in arrays] for number, layer in enumerate(part.layers)}
+        tensors = range(len(part.tensors))
+        layers = [
+            [group[layer, tensor] for tensor in tensors]
+            for group in joined[0]
+            for layer in range(group.shape[0])
+        ]
+    else:
+        columns = [[layer for group in groups for layer in group] for groups in joined]
+        layers = [list(arrays) for arrays in zip(*columns, strict=True)]
+    return dict(zip(part.layers, layers, strict=True))

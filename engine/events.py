@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from engine.guide import Guide
 from kvdb.errors import UsageError
 from kvdb.sequences import MAX_TTL_SECONDS
 
@@ -16,6 +17,9 @@ Priority = Literal["interactive", "batch"]
 Message = Mapping[str, Any]
 MAX_ANSWERS = 128
 MOST_BIAS = 1e30
+# Takes the tokens of the answer so far, and logits: an MLX array ``(1, vocabulary)``. Gives other
+# logits. It runs on the engine's thread, for every token.
+LogitsProcessor = Callable[[Sequence[int], Any], Any]
 
 
 def _is_text(value: object) -> bool:
@@ -83,6 +87,17 @@ class Request:
     long, as far as its tenant may hold more. ``priority`` batch waits for interactive ones, and
     ``deadline_ms`` after it was handed in it ends, whatever it has by then. ``n`` answers come
     from one prompt: their tokens and ends carry an index.
+
+    ``guide`` is what the answer must be, such as JSON by a schema. ``processors`` make the logits
+    processors of each answer, which run between those of ``sampling`` and the guide's; what is
+    stored are the model's raw logits. A processor gets the answer's tokens so far, as it also may
+    after some were taken back.
+
+    ``approximate`` lets stored blocks whose state is gone be left out of attention instead of being
+    computed again: at most 5 % of what is stored of the prompt, never its first block, nor anything
+    from the last user's message on, and only in chats and where all layers are of full attention
+    (docs/approximate.md). ``measure_kl`` computes the exact answer's logits behind an answer that
+    left something out, which costs what was saved: how far the two are apart is in Stats.kl.
     """
 
     text: str | None = None
@@ -107,6 +122,10 @@ class Request:
     priority: Priority = "interactive"
     deadline_ms: float | None = None
     n: int = 1
+    approximate: bool = False
+    measure_kl: bool = False
+    processors: tuple[Callable[[], LogitsProcessor], ...] = ()
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         given = sum(value is not None for value in (self.text, self.messages, self.tokens))
@@ -118,6 +137,12 @@ class Request:
             raise UsageError(f"max_tokens must be at least 1, not {self.max_tokens}.")
         if self.reuse not in ("max", "exact"):
             raise UsageError(f"reuse must be 'max' or 'exact', not {self.reuse!r}.")
+        if self.approximate and self.reuse == "exact":
+            raise UsageError("reuse 'exact' cannot be approximate.")
+        if self.guide is not None and self.ignore_eos:
+            raise UsageError("A guided answer ends by the end token: ignore_eos cannot be used.")
+        if self.measure_kl and not self.approximate:
+            raise UsageError("measure_kl needs approximate: what is exact has no KL.")
         if self.logprobs is not None and self.logprobs < 0:
             raise UsageError(f"logprobs must not be negative, not {self.logprobs}.")
         if self.priority not in ("interactive", "batch"):
@@ -138,7 +163,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What one request cost. restored + refilled + computed = prompt tokens.
+    """What one request cost. restored + refilled + computed + masked = prompt tokens, unless it was
+    cancelled before its prompt was done.
 
     ``forwarded_tokens`` were counted in the model call itself, ``forwarded_prompt_tokens`` of them
     before the first decode step. ``matched_tokens`` were found, whatever was then restored.
@@ -146,6 +172,11 @@ class Stats:
     another's prompt has restored it, without reading anything. ``shared_steps`` decode steps were
     made together with other requests'; ``alone`` says why none can be, where that is so. ``held``
     says whether the state is held for its ``ttl_seconds``.
+
+    ``masked_tokens`` were left out by an approximate skip, whose state is not stored; ``unmasked``
+    says why holes were refilled though the request was ``approximate``. ``kl`` is the mean of
+    KL(exact ‖ approximate), in nats, over the first 16 tokens of the answer; None where it was not
+    measured. What measuring forwards is not counted, but ``total_ms`` includes its time.
 
     ``first_token_ms`` and ``total_ms`` are milliseconds since the engine took the request, the
     others are durations. ``load_ms`` (of the model) and the engine's part of ``warmup_ms`` (its
@@ -159,6 +190,7 @@ class Stats:
     restored_tokens: int = 0
     refilled_tokens: int = 0
     computed_tokens: int = 0
+    masked_tokens: int = 0
     generated_tokens: int = 0
     forwarded_tokens: int = 0
     forwarded_prompt_tokens: int = 0
@@ -169,6 +201,8 @@ class Stats:
     shared_steps: int = 0
     alone: str | None = None
     held: bool = False
+    unmasked: str | None = None
+    kl: float | None = None
     load_ms: float = 0.0
     warmup_ms: float = 0.0
     queued_ms: float = 0.0

@@ -6,9 +6,10 @@ must not wait for, it asks of the scheduler (engine/turns.py).
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -20,11 +21,14 @@ from engine.boundaries import NO_BOUNDARIES, boundaries
 from engine.events import End, Event, FinishReason, Progress, Request, Stats, Token
 from engine.live import LiveState
 from engine.logits import Row
-from engine.plan import Compute, Jump, Plan, Refill, plan
+from engine.lookup import Lookup
+from engine.masking import masked
+from engine.measuring import KL_TOKENS, exact_request, measure
+from engine.plan import Compute, Jump, Plan, Refill
 from engine.prefill import Prefill
 from engine.prompt.encode import Prompt, encode
 from engine.recorder import Recorder
-from engine.restore import Buffers, capacity_for, logits_array, logits_bytes
+from engine.restore import Buffers, capacity_for, logits_bytes
 from engine.sampling import Choice, Chooser, top_logprobs
 from engine.text import Output
 from engine.turns import Cancelled, Forward, PromptEnd, StateLost, Turn, Wait
@@ -33,8 +37,6 @@ from kvdb.identity import Tokens, as_tokens, chain_hashes
 if TYPE_CHECKING:
     from engine.storage import Storage
     from engine.worker import Worker
-    from kvdb.match import Match
-    from kvdb.sequences import Lease
 
 # mlx-lm gives freed buffers back this often while decoding.
 CLEAR_EVERY = 256
@@ -65,12 +67,15 @@ class Generation:
             )
         self._given, self._prompt = given, given.tokens
         self._room = self._generation_room(loaded.context)
-        self._chooser = Chooser(request.sampling, self._prompt, worker.vocabulary, index)
+        own = [make() for make in request.processors]
+        self._chooser = Chooser(request.sampling, self._prompt, worker.vocabulary, index, own)
+        guide = request.guide
+        self._guide = None if guide is None else worker.token_masks.compile(guide)
         self._output = Output(request, loaded.tokenizer, loaded.eos, self._room)
         self._storage: Storage | None = None
         if request.read or request.store:
             self._storage = worker.storage_for(request.salt)
-        self._lease: Lease | None = None
+        self._lookup = Lookup(worker, self._storage, request, given, self._took)
         self._recorder: Recorder | None = None
         self._live: LiveState | None = None
         self._shared: mx.array | None = None  # logits of a prompt that another request computed
@@ -85,7 +90,8 @@ class Generation:
         self._kept = len(self._prompt)  # tokens whose blocks were handed to the store
         self._finish: FinishReason | None = None
         self._lost = False  # the state went with a failed forward
-        self._model = mlxlm.CountingModel(worker.model.model, worker.model)
+        self.raw: list[mx.array] | None = [] if request.measure_kl else None
+        self.model = mlxlm.CountingModel(worker.model.model, worker.model)
         self._took.ready()
 
     @property
@@ -108,7 +114,7 @@ class Generation:
         request = self._request
         if not request.read or not request.store:
             return None
-        return request.salt, request.reuse
+        return request.salt, request.reuse, request.approximate
 
     @property
     def seat(self) -> Seat:
@@ -118,7 +124,7 @@ class Generation:
     @property
     def stores(self) -> bool:
         """Whether what it computes is stored, so that others may wait for a part of it."""
-        return self._storage is not None and self._request.store
+        return self._storage is not None and self._request.store and not self._took.masked
 
     def others(self) -> list[Generation]:
         """The further answers that the request asks for; each waits for :meth:`share`."""
@@ -137,20 +143,22 @@ class Generation:
         """Let another answer to the same prompt go on from here. Memory is shared until one of
         the two appends, stored blocks for ever."""
         other._shared = logits
-        other._took.share(len(self._prompt), self._took.match)
+        other._took.share(len(self._prompt), self._took)
+        other._alone = self._alone
         if self._live is not None:
             other._live = self._live.forked()
-        if other._storage is not None and self._lease is not None:
-            other._lease = other._storage.fork(self._lease, other._request.tenant)
+        self._lookup.fork(other._lookup)
         if self._recorder is not None and other._live is not None:
-            running = None if other._lease is None else other._lease.sequence
-            other._recorder = self._recorder.forked(other._live, running)
+            other._recorder = self._recorder.forked(other._live, other._lookup.running)
 
     def events(self) -> Generator[Event | Turn, Row, None]:
         """Run to the end. The lease is released whatever happens."""
-        self._took.begin()
         try:
             try:
+                if self._guide is not None:
+                    yield Wait(self._guide.done)
+                    self._chooser.add(self._worker.token_masks.mask(self._guide.result()))
+                self._took.begin()
                 yield from self._answer()
             except Cancelled as cancelled:
                 self._finish = cancelled.reason
@@ -159,6 +167,7 @@ class Generation:
             if self._live is not None:  # it may be a row of a batch that goes on without it
                 self._live.seat.lose()
             yield from self._hold()
+            yield from self._measure()
         finally:
             self.release()
         stats = self._stats()
@@ -167,8 +176,7 @@ class Generation:
 
     def release(self) -> None:
         """Let go of what is held in the store. Idempotent."""
-        if self._storage is not None:
-            self._storage.release(self._lease)
+        self._lookup.release()
 
     def never(self, reason: FinishReason) -> End:
         """The end of a request that never began."""
@@ -177,7 +185,7 @@ class Generation:
 
     def _answer(self) -> Generator[Event | Turn, Row, None]:
         if self._shared is None:
-            choice = yield from self._begin()
+            choice = yield from self.begin()
         else:
             self._took.have_logits()
             choice = self._choose(Row.alone(self._shared))
@@ -186,7 +194,7 @@ class Generation:
         if self._finish is None and self._live is not None:
             yield from self._decode(choice, self._live)
 
-    def _begin(self) -> Generator[Event | Turn, Row, Choice]:
+    def begin(self) -> Generator[Event | Turn, Row, Choice]:
         """The state of the whole prompt, and the first token."""
         steps, logits = yield from self._look_up()
         choice = None
@@ -196,11 +204,11 @@ class Generation:
             choice = self._choose(Row.alone(logits))
             yield self._emit(choice)
         if choice is not None and logits is not None and self._ends_here():
-            self._took.settle(steps)
+            self._took.settle(steps, ends=True)
             yield PromptEnd(logits)
             return choice
         steps, live = self._restore(steps)
-        yield Progress(steps.restored, len(self._prompt))
+        yield Progress(self.done, len(self._prompt))
         computed = yield from self._compute(steps, live)
         raw = None if computed is None else logits_bytes(computed)
         logits = logits if computed is None else computed
@@ -226,33 +234,14 @@ class Generation:
     def _look_up(self) -> Generator[Turn, Row, tuple[Plan, mx.array | None]]:
         """What to do, and the stored logits that the answer begins from, if it does."""
         began = time.perf_counter()
-        if self._storage is not None and self._request.read:
-            # What earlier requests left in the writer's queue is part of the store.
-            yield Wait(self._storage.written(self._prompt))
-            self._lease = self._storage.lease(
-                self._prompt, self._request.reuse, self._request.tenant
-            )
-            self._took.match = None if self._lease is None else self._lease.match
-        steps, logits = self._plan(), None
+        yield from self._lookup.find()
+        steps, logits = self._lookup.plan(), None
         if steps.stored_logits:
-            logits = self._stored_logits()
+            logits = self._lookup.stored_logits()
             if logits is None:
-                steps = self._plan(logits_ok=False)
+                steps = self._lookup.plan(logits_ok=False)
         self._took.lookup_ms = since(began)
         return steps, logits
-
-    def _plan(self, **without: Any) -> Plan:
-        found = None if self._lease is None else self._lease.match
-        needs = self._worker.needs
-        return plan(found, len(self._prompt), self._request.reuse, needs, **without)
-
-    def _stored_logits(self) -> mx.array | None:
-        layout = self._worker.layout
-        location = None if self._lease is None else self._lease.match.logits
-        if self._storage is None or location is None or layout is None or layout.logits is None:
-            return None
-        raw = self._storage.read_part(location)
-        return None if raw is None else logits_array(raw, layout.logits)
 
     def _restore(self, steps: Plan) -> tuple[Plan, LiveState]:
         """Read what the plan restores; what cannot be read makes another plan, the request goes
@@ -264,23 +253,29 @@ class Generation:
             self._took.settle(steps)
             return steps, self._live
         self._buffers = worker.buffers(layout, capacity_for(len(self._prompt), self._room))
-        if self._storage is not None and self._lease is not None:
-            steps = self._read(steps, self._buffers, self._storage, self._lease.match)
-        self._live = self._buffers.live(worker.new_caches())
+        # Stored logits that could not be read before cannot be now.
+        steps = self._lookup.read(steps, self._buffers, logits_ok=bool(self._generated))
+        caches = worker.new_caches()
+        self._live = self._buffers.live(masked(caches, steps.masks) if steps.masks else caches)
         self._took.settle(steps)
+        if steps.masks:
+            self._live.clear(steps.masks)
+            self._alone = "an approximate skip"
         prompt = len(self._prompt)
         messages = self._message_ends() if layout.states and steps.start < prompt else ()
         self._boundaries = boundaries(layout, worker.block_tokens, prompt, messages, exact=exact)
         self._took.set_up(since(began))
-        if self._storage is not None and self._request.store:
-            known = {self._lease.match.blocks[i].end for i in steps.reads} if self._lease else set()
+        # What is computed over masked blocks is no function of the prefix: it is never stored.
+        if self._storage is not None and self._request.store and not steps.masks:
+            match = self._lookup.match
+            known = set() if match is None else {match.blocks[i].end for i in steps.reads}
             self._recorder = Recorder(
                 self._storage,
                 self._live,
                 self._boundaries,
                 known,
                 exact=exact,
-                running=None if self._lease is None else self._lease.sequence,
+                running=self._lookup.running,
             )
         return steps, self._live
 
@@ -291,21 +286,6 @@ class Generation:
         ends = [part.end for part in parts if part.kind in ("system", "message")]
         return (*self._request.boundaries, *ends[-1:])
 
-    def _read(self, steps: Plan, buffers: Buffers, storage: Storage, match: Match) -> Plan:
-        """Read until a plan has all that it needs: each failure makes one that needs less."""
-        lost: frozenset[tuple[int, str]] = frozenset()
-        shared_ok = True
-        while (read := buffers.fetch(storage, steps, match)) is not None:
-            self._took.bytes_read += read.nbytes
-            self._took.bytes_ram += read.ram_nbytes
-            if not read.lost and read.shared_ok:
-                break
-            self._took.damaged = True
-            lost, shared_ok = lost | read.lost, shared_ok and read.shared_ok
-            # Stored logits that could not be read before cannot be now.
-            steps = self._plan(lost=lost, shared_ok=shared_ok, logits_ok=bool(self._generated))
-        return steps
-
     # -- computing the prompt ----------------------------------------------------------------
 
     def _compute(self, steps: Plan, live: LiveState) -> Generator[Event, None, mx.array | None]:
@@ -313,7 +293,7 @@ class Generation:
         began = time.perf_counter()
         worker, exact = self._worker, self._exact
         prefill = Prefill(
-            self._model,
+            self.model,
             live,
             self._prompt,
             worker.block_tokens if exact else worker.step,
@@ -372,6 +352,8 @@ class Generation:
     def _choose(self, row: Row, before: mx.array | None = None) -> Choice:
         if self._worker.observe is not None:
             self._worker.observe(row.raw)
+        if self.raw is not None and len(self.raw) < KL_TOKENS:
+            self.raw.append(row.raw)
         return self._chooser.choose(row, before)
 
     def _emit(self, choice: Choice) -> Token:
@@ -418,7 +400,7 @@ class Generation:
         tokens = np.concatenate([self._prompt, as_tokens(self._generated)])
         end = len(self._prompt) + self._fed
         worker = self._worker
-        prefill = Prefill(self._model, live, tokens, worker.step, False, steps=worker.steps)
+        prefill = Prefill(self.model, live, tokens, worker.step, False, steps=worker.steps)
         last = prefill.last_start(0, end)
         for _ in prefill.run(0, last):
             yield Wait(lambda: True)
@@ -454,6 +436,17 @@ class Generation:
             return
         self._took.held = self._storage.hold(tip, ttl, self._request.tenant)
 
+    def _measure(self) -> Generator[Turn, Row, None]:
+        """Compare an approximate answer with the exact one, if that is asked for."""
+        if not self.raw or not self._took.masked or self._finish in CUT_SHORT:
+            return
+        count = min(len(self.raw), len(self._generated))
+        self._live = self._buffers = None  # the exact state takes its place
+        request = exact_request(self._request, count)
+        exact = Generation(self._worker, request, given=self._given)
+        with contextlib.suppress(Cancelled):
+            self._took.kl = yield from measure(exact, self.raw[:count], self._generated[:count])
+
     # -- accounts ----------------------------------------------------------------------------
 
     def _generation_room(self, context: int | None) -> int:
@@ -466,8 +459,8 @@ class Generation:
         return self._took.stats(
             prompt=len(self._prompt),
             generated=len(self._generated),
-            forwarded=self._model.forwarded + self._fed,
-            forwarded_prompt=self._model.forwarded,
+            forwarded=self.model.forwarded + self._fed,
+            forwarded_prompt=self.model.forwarded,
             alone=self._alone,
             block_tokens=self._worker.block_tokens,
         )

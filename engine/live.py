@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -44,6 +44,15 @@ class LiveState:
             if not self._kinds[layer].seekable:
                 self._behind[layer] = arrays
             self._kinds[layer].load(leaves[layer], arrays, 0)
+
+    def clear(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Zero tokens of full attention that nothing was read for and that stay masked: in memory
+        nobody wrote may be NaNs, which a weight of zero does not take away."""
+        leaves = self._leaves
+        for layer in self._full_layers():
+            for _, array in self._kinds[layer].arrays(leaves[layer]):
+                for start, end in spans:
+                    array[:, :, start:end] = 0
 
     def seek(self, position: int) -> None:
         """Make ``position`` the number of valid tokens of full attention; what lies behind it in

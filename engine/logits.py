@@ -6,6 +6,8 @@ from functools import cached_property
 
 import mlx.core as mx
 
+from engine import mlxlm
+
 
 class Logits:
     """Logits ``(rows, vocabulary)`` of a forward of several requests. Nothing is evaluated here."""
@@ -20,6 +22,14 @@ class Logits:
     @cached_property
     def best(self) -> mx.array:
         return mx.argmax(self.logprobs, axis=-1)
+
+
+def divergence(exact: mx.array, other: mx.array) -> float:
+    """Mean KL(exact ‖ other) in nats of raw logits, both ``(rows, vocabulary)``."""
+    a = Logits(exact.astype(mx.float32)).logprobs
+    b = Logits(other.astype(mx.float32)).logprobs
+    weighted = mx.where(mx.isinf(a), 0.0, mx.exp(a) * (a - b))
+    return float(mlxlm.scalar(mx.mean(mx.sum(weighted, axis=-1))))
 
 
 class Row:

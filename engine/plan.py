@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.events import Reuse, Skip
+
+# Most of what a plan covers that may be missing and masked: a hit of 95 %.
+MAX_MISSING = 0.05
 
 
 class Block(Protocol):
@@ -105,12 +108,21 @@ class Compute:
     end: int
 
 
-Step = Restore | Jump | Refill | Compute
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Leave tokens ``start`` to ``end`` out of attention: holes that are not refilled."""
+
+    start: int
+    end: int
+
+
+Step = Restore | Jump | Refill | Mask | Compute
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Steps in order, and what they come to. restored + refilled + computed = prompt tokens.
+    """Steps in order, and what they come to. restored + refilled + computed + masked = prompt
+    tokens.
 
     Without a Compute step the answer begins from stored logits (``stored_logits``). ``reads`` are
     the blocks to restore; ``start`` is where computing the rest of the prompt begins.
@@ -124,7 +136,13 @@ class Plan:
     restored: int
     refilled: int
     computed: int
+    masked: int
     stored_logits: bool
+
+    @property
+    def masks(self) -> tuple[tuple[int, int], ...]:
+        """The tokens left out, as ``(first, end)``."""
+        return tuple((step.start, step.end) for step in self.steps if isinstance(step, Mask))
 
 
 def plan(
@@ -137,15 +155,20 @@ def plan(
     lost: Collection[tuple[int, str]] = (),
     shared_ok: bool = True,
     logits_ok: bool = True,
+    maskable: int = 0,
 ) -> Plan:
     """Plan a prompt of ``prompt`` tokens.
 
     ``bad`` blocks, ``lost`` parts of blocks, a shared tail that is not ``shared_ok`` and logits
     that are not ``logits_ok`` could not be read: they count as absent. In exact mode computing
     starts at a block's start only, because a block's bits depend on where its forward began.
+
+    Holes that end at or before token ``maskable`` are masked, not refilled, if 95 % of what the
+    plan covers is there and all layers are of full attention. The first block is always refilled:
+    what attention has nowhere else to put goes to the first tokens.
     """
     if found is None:
-        return _assemble((), prompt, needs)
+        return _assemble((), prompt, needs, 0)
     stored_logits = found.logits is not None and logits_ok
     walk = _Walk(found.blocks, needs, set(bad), set(lost))
     reached = prompt if stored_logits else prompt - 1
@@ -158,7 +181,7 @@ def plan(
         ending = walk.into_shared(shared, prompt) if shared else walk.into_last(prompt)
         if ending is not None and ending[0] < forwarded:
             path = ending[1]
-    return _assemble(path, prompt, needs)
+    return _assemble(path, prompt, needs, 0 if needs or reuse == "exact" else maskable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +195,11 @@ class _Edge:
     windows: tuple[tuple[str, tuple[int, ...]], ...] = ()
     state: int | None = None
     shared: bool = False
+    masked: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
 
 
 class _Walk:
@@ -309,9 +337,20 @@ class _Walk:
         return self.cost[source] + prompt - position, (*self.path(source), edge)
 
 
-def _assemble(path: Sequence[_Edge], prompt: int, needs: Needs) -> Plan:
+def _mask(path: Sequence[_Edge], maskable: int) -> Sequence[_Edge]:
+    missing = sum(edge.tokens for edge in path if not edge.jump)
+    if not missing or missing > MAX_MISSING * path[-1].end:
+        return path
+    return [
+        replace(edge, masked=not edge.jump and edge.start > 0 and edge.end <= maskable)
+        for edge in path
+    ]
+
+
+def _assemble(path: Sequence[_Edge], prompt: int, needs: Needs, maskable: int) -> Plan:
     while path and not path[-1].jump:  # what is forwarded last is the rest of the prompt
         path = path[:-1]
+    path = _mask(path, maskable)
     start = path[-1].end if path else 0
     shared = bool(path) and path[-1].shared
     reads = tuple(index for edge in path for index in edge.blocks)
@@ -322,21 +361,35 @@ def _assemble(path: Sequence[_Edge], prompt: int, needs: Needs) -> Plan:
         if edge.jump:
             if needs:
                 steps.append(Jump(edge.start, edge.end, edge.windows, edge.state, edge.shared))
-        elif isinstance(steps[-1], Refill) and steps[-1].end == edge.start:
-            steps[-1] = Refill(steps[-1].start, edge.end)
+            continue
+        kind, last = Mask if edge.masked else Refill, steps[-1]
+        if isinstance(last, Mask | Refill) and type(last) is kind and last.end == edge.start:
+            steps[-1] = replace(last, end=edge.end)
         else:
-            steps.append(Refill(edge.start, edge.end))
+            steps.append(kind(edge.start, edge.end))
     if start < prompt:
         steps.append(Compute(start, prompt))
-    refilled = sum(edge.end - edge.start for edge in path if not edge.jump)
-    restored, computed = start - refilled, prompt - start
+    masked = sum(edge.tokens for edge in path if edge.masked)
+    refilled = sum(edge.tokens for edge in path if not edge.jump) - masked
+    restored, computed = start - refilled - masked, prompt - start
     skip: Skip = "partial"
     if not restored and not refilled:
         skip = "none"
+    elif masked:
+        skip = "approximate"
     elif refilled:
         skip = "refill"
     elif not computed:
         skip = "full"
     return Plan(
-        tuple(steps), skip, reads, shared, start, restored, refilled, computed, start == prompt
+        tuple(steps),
+        skip,
+        reads,
+        shared,
+        start,
+        restored,
+        refilled,
+        computed,
+        masked,
+        start == prompt,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -12,7 +12,7 @@ import numpy as np
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from engine import mlxlm
-from engine.events import Sampling
+from engine.events import LogitsProcessor, Sampling
 from engine.logits import Row
 from kvdb.errors import UsageError
 from kvdb.identity import Tokens
@@ -35,9 +35,20 @@ class Chooser:
     restored. The random key of token i depends on the seed and i only: mlx's random state is
     global to a thread, and would otherwise carry one request's draws into another's. Of several
     answers to one prompt the first draws as a single one would, the others by their index.
+
+    ``processors`` are a request's own, and run after those of ``sampling``; they see the tokens
+    chosen before as numbers, so that choosing waits for the last of them (never for the forward
+    under way).
     """
 
-    def __init__(self, sampling: Sampling, prompt: Tokens, vocabulary: int, index: int = 0) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt: Tokens,
+        vocabulary: int,
+        index: int = 0,
+        processors: Iterable[LogitsProcessor] = (),
+    ) -> None:
         if sampling.top_k >= vocabulary:
             raise UsageError(f"top_k must be below the vocabulary's size ({vocabulary}).")
         for token in sampling.logit_bias or {}:
@@ -64,17 +75,30 @@ class Chooser:
             frequency_penalty=sampling.frequency_penalty,
         )
         self._history = mx.array(prompt) if self._processors else None
+        self._prompt_tokens = len(prompt)
+        self._own = list(processors)
+        self._chosen: list[int] = []  # kept for the request's own processors
+
+    def add(self, processor: LogitsProcessor) -> None:
+        """Have one more, behind all others. Before the first token is chosen."""
+        self._own.append(processor)
 
     def choose(self, row: Row, before: mx.array | None = None) -> Choice:
         """Choose from raw logits; ``before`` is the token chosen last. Nothing is evaluated
         here."""
-        if self._history is not None:
-            if before is not None:
+        if before is not None:
+            if self._history is not None:
                 self._history = mx.concatenate([self._history, before.astype(mx.uint32)])
+            if self._own:
+                self._chosen.append(int(mlxlm.scalar(before)))
+        if self._processors or self._own:
             # Some processors assign into what they get: the raw logits must stay as they are.
             logits = row.raw + 0
-            for process in self._processors:
-                logits = process(self._history, logits)
+            if self._history is not None:
+                for process in self._processors:
+                    logits = process(self._history, logits)
+            for own in self._own:
+                logits = own(tuple(self._chosen), logits)
             row = Row.alone(logits)
         self._position += 1
         if not self._random:
@@ -86,6 +110,7 @@ class Chooser:
         """Go back to where ``chosen`` tokens were chosen; ``tokens`` are the prompt and these."""
         self._position = chosen
         self._history = mx.array(tokens) if self._processors else None
+        self._chosen = tokens[self._prompt_tokens :].tolist() if self._own else []
 
 
 def top_logprobs(choice: Choice, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:

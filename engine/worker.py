@@ -6,11 +6,12 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from engine import batchkinds, cachekinds, mlxlm, models
+from engine import batchkinds, cachekinds, masking, mlxlm, models
 from engine.blas import Blas
 from engine.buildcheck import open_storage
 from engine.cuda import open_uplink
@@ -24,6 +25,7 @@ from engine.plan import FULL_ATTENTION
 from engine.prefill import check_step
 from engine.restore import Buffers, capacity_for
 from engine.storage import Storage
+from engine.tokenmasks import TokenMasks
 from kvdb.errors import KvdbError, ModelError, UsageError
 from kvdb.identity import check_block_tokens
 from kvdb.layout import Layout
@@ -145,6 +147,17 @@ class Worker:
         except (ValueError, TypeError, AttributeError) as error:
             return f"the model takes no batch: {error}"
         return None
+
+    @cached_property
+    def token_masks(self) -> TokenMasks:
+        prompts = self.loaded.prompts
+        backend = None if prompts is None else prompts.backend
+        return TokenMasks(backend, self.vocabulary, self.loaded.eos)
+
+    @cached_property
+    def unmaskable(self) -> str | None:
+        """Why no part of this model's state can be masked, None if it can."""
+        return masking.refusal(mlxlm.CountingModel(self.model.model), self.new_caches)
 
     def _layout(self) -> tuple[Layout | None, int]:
         try:

@@ -19,6 +19,8 @@ from kvdb.machine import memory_bytes
 PREFIX = "KVDB_"
 FILE_NAME = "kvdb.toml"
 FILE_VARIABLE = "KVDB_CONFIG"
+# A GPU computes state faster than a disk takes it: the queue holds what a long prompt is ahead.
+LEAST_QUEUE_BYTES = 256 << 20
 _UNITS = {
     "": 1,
     "k": 10**3,
@@ -167,7 +169,12 @@ SETTINGS: Mapping[str, Setting] = {
             "what an acknowledged block survives",
         ),
         Setting("codec", str, lambda: "raw", "how new blocks are encoded"),
-        Setting("queue_bytes", size, lambda: 256 << 20, "blocks waiting to be written, in bytes"),
+        Setting(
+            "queue_bytes",
+            memory,
+            lambda: max(LEAST_QUEUE_BYTES, memory("5%")),
+            "memory for blocks waiting to be written",
+        ),
         Setting("history_requests", _optional_count, _nothing, "newest requests to keep"),
         Setting("history_evictions", _optional_count, _nothing, "newest evictions to keep"),
         Setting("history_hours", _optional_count, _nothing, "hours of hourly totals to keep"),

@@ -54,6 +54,7 @@ class RequestRecord:
     touched: tuple[int, ...] = ()
     tip_hash: bytes | None = None
     unstored: str | None = None
+    kl: float | None = None
 
     def __post_init__(self) -> None:
         """Raise UsageError for a row that the table would refuse."""

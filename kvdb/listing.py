@@ -135,7 +135,7 @@ LISTINGS: Mapping[str, Listing] = {
         """
         SELECT r.id, datetime(r.started_at / 1000000, 'unixepoch') AS started, r.namespace_id,
             n.model, r.client, r.tenant, r.skip, r.prompt_tokens, r.restored_tokens,
-            r.refilled_tokens, r.computed_tokens, r.generated_tokens,
+            r.refilled_tokens, r.computed_tokens, r.masked_tokens, r.generated_tokens,
             round(r.first_token_ms, 1) AS first_token_ms, r.miss_reason
         FROM requests AS r LEFT JOIN namespaces AS n ON n.id = r.namespace_id
         WHERE (:namespace IS NULL OR r.namespace_id = :namespace)

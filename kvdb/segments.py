@@ -65,6 +65,19 @@ def content_digest(content: object) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
+def last_question(segments: Sequence[Segment]) -> int:
+    """The token at which the last user's message begins, or the last message where no user spoke;
+    0 where there is none."""
+    starts = [0, *(segment.end for segment in segments)]
+    messages = [
+        (start, segment.role)
+        for start, segment in zip(starts, segments, strict=False)
+        if segment.kind == "message"
+    ]
+    asked = [start for start, role in messages if role == "user"]
+    return max(asked or [start for start, _ in messages], default=0)
+
+
 def dump_segments(segments: Sequence[Segment]) -> str | None:
     """The text for ``requests.segments``; None where there are none."""
     rows = [_row(segment) for segment in fold(segments)]

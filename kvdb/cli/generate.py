@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -78,6 +78,11 @@ TERMINATED = 143
     metavar="N",
     help="With --json: each token's log probability, and those of the N likeliest.",
 )
+@click.option(
+    "--json-schema",
+    type=click.File(encoding="utf-8"),
+    help="The answer is JSON by the JSON Schema in this file.",
+)
 @click.option("--adapter-path", type=click.Path(path_type=Path), help="Folder of an adapter.")
 @click.option("--kv-bits", type=int, help="Quantise the KV cache to this many bits.")
 @click.option(
@@ -102,6 +107,17 @@ TERMINATED = 143
     "--reuse",
     type=click.Choice(["max", "exact"]),
     help="max: equal up to rounding; exact: the bits of a cold exact run.",
+)
+@click.option(
+    "--approximate",
+    is_flag=True,
+    help="Leave stored blocks whose state is gone out instead of computing them again: at most 5 % "
+    "of what is stored of the prompt, never its first block or the last message.",
+)
+@click.option(
+    "--measure-kl",
+    is_flag=True,
+    help="With --approximate: compute the exact answer's logits too, and say how far they are.",
 )
 @block_tokens_option
 @max_memory_option
@@ -162,10 +178,13 @@ def _generate(*, no_store: bool, stats: bool, as_json: bool, **options: Any) -> 
 
 
 def usage_line(stats: Stats) -> str:
-    """One line for people: what of the prompt was restored, refilled and computed."""
+    """One line for people: what of the prompt was restored, refilled, masked and computed."""
     parts = [f"{stats.restored_tokens} restored"]
     if stats.refilled_tokens:
         parts.append(f"{stats.refilled_tokens} refilled")
+    if stats.masked_tokens:
+        kl = "" if stats.kl is None else f" (KL {stats.kl:.2g})"
+        parts.append(f"{stats.masked_tokens} masked{kl}")
     parts.append(f"{stats.computed_tokens} computed ({stats.forwarded_prompt_tokens} forwarded)")
     first = "none" if stats.first_token_ms is None else f"after {stats.first_token_ms / 1e3:.2f} s"
     return (
@@ -216,8 +235,9 @@ def _spoken_log() -> Iterator[None]:
 def _request(
     engine: Engine, prompt: dict[str, Any], options: dict[str, Any], values: Settings
 ) -> Request:
-    from engine import Request, Sampling
+    from engine import Guide, Request, Sampling
 
+    schema = options["json_schema"]
     chat = as_chat(
         prompt,
         template=has_template(engine),
@@ -237,8 +257,18 @@ def _request(
         ),
         logprobs=options["logprobs"],
         reuse=values["reuse"],
+        approximate=options["approximate"],
+        measure_kl=options["measure_kl"],
+        guide=None if schema is None else Guide.schema(_read(schema)),
         client="kvdb generate",
     )
+
+
+def _read(file: TextIO) -> str:
+    try:
+        return file.read()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"The JSON schema is not UTF-8 text: {error}.") from error
 
 
 def has_template(engine: Engine) -> bool:

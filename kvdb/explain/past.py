@@ -17,7 +17,8 @@ from kvdb.index import tokens_from_blob
 from kvdb.segments import Segment, load_segments
 
 REQUEST = (
-    "SELECT r.namespace_id, r.started_at, r.prompt_tokens, r.restored_tokens, r.refilled_tokens, "
+    "SELECT r.namespace_id, r.started_at, r.prompt_tokens, r.restored_tokens, "
+    "r.refilled_tokens + r.masked_tokens, "
     "r.miss_reason, r.tip_id, r.segments, b.depth, b.id, r.total_ms, "
     "coalesce(r.first_token_ms, r.lookup_ms, 0) "
     "FROM requests AS r LEFT JOIN blocks AS b ON b.id = r.deepest_block_id WHERE r.id = ?"
@@ -55,11 +56,11 @@ def past_case(connection: Connection, request_id: int, text: Decode | None) -> C
     row = connection.execute(REQUEST, (request_id,)).fetchone()
     if row is None:
         raise UsageError(f"There is no request {request_id} in the store's history.")
-    namespace_id, started, count, restored, refilled, reason, tip_id, segments, *rest = row
+    namespace_id, started, count, restored, holes, reason, tip_id, segments, *rest = row
     depth, deepest, total_ms, first_ms = rest
     parts = load_segments(segments)
     space = None if namespace_id is None else key_space(connection, namespace_id)
-    reach = restored + refilled
+    reach = restored + holes
     if reason is None:
         return _said_by_row(count, restored, "hit", parts, None, reason)
     if reason == "inexact":

@@ -165,6 +165,10 @@ UNSTORED: Mapping[str, tuple[str, str]] = {
         "it was cancelled before it got so far",
         "Nothing needs to change: what was computed by then is stored.",
     ),
+    "approximate": (
+        "it was an approximate skip, and what is computed over masked blocks is not stored",
+        "Send such prompts without approximate.",
+    ),
     "too_large": (
         "a block of it is larger than the store takes",
         "Raise max_bytes: a block may take a quarter of it.",

@@ -48,7 +48,7 @@ def tokens_over_time(history: History) -> Figure:
         times,
         {
             "restored": (GREEN, [use.restored_tokens for use in uses]),
-            "computed": (GREY, [use.prompt_tokens - use.restored_tokens for use in uses]),
+            "computed": (GREY, [use.forwarded_tokens for use in uses]),
         },
         history.period_us,
         "prompt tokens",

@@ -32,14 +32,15 @@ class Scope:
 
 @dataclass(slots=True)
 class Use:
-    """Requests added up. ``seconds_saved``: restored tokens at the prefill speed measured in their
-    namespace, less the time their restore took; tokens of namespaces without a measured speed
-    count in ``unmeasured_tokens`` instead."""
+    """Requests added up; ``forwarded_tokens`` were computed or refilled. ``seconds_saved``:
+    restored tokens at the prefill speed measured in their namespace, less the time their restore
+    took; tokens of namespaces without a measured speed count in ``unmeasured_tokens`` instead."""
 
     requests: int = 0
     full_skips: int = 0
     prompt_tokens: int = 0
     restored_tokens: int = 0
+    forwarded_tokens: int = 0
     seconds_saved: float = 0.0
     unmeasured_tokens: int = 0
 
@@ -83,7 +84,8 @@ WHERE (:since IS NULL OR hour_at >= :since)
 """
 USES = """
 SELECT hour_at / :period_us * :period_us, tenant, namespace_id, sum(requests), sum(full_skips),
-    sum(prompt_tokens), sum(restored_tokens), sum(restore_ms)
+    sum(prompt_tokens), sum(restored_tokens), sum(computed_tokens + refilled_tokens),
+    sum(restore_ms)
 FROM hourly_totals
 WHERE (:since IS NULL OR hour_at >= :since)
     AND (:namespace IS NULL OR namespace_id = :namespace)
@@ -104,8 +106,9 @@ def read_history(connection: Connection, scope: Scope) -> History | None:
     periods: defaultdict[int, Use] = defaultdict(Use)
     tenants: defaultdict[str, Use] = defaultdict(Use)
     rows = connection.execute(USES, {**scope.parameters(), "period_us": period_us})
-    for period, tenant, namespace_id, requests, full_skips, prompt, restored, restore_ms in rows:
-        added = Use(requests, full_skips, prompt, restored)
+    for period, tenant, namespace_id, *counts, restore_ms in rows:
+        added = Use(*counts)
+        restored = added.restored_tokens
         if namespace_id in ms_per_token:
             added.seconds_saved = (restored * ms_per_token[namespace_id] - restore_ms) / 1e3
         else:

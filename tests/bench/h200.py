@@ -28,8 +28,8 @@ import numpy as np
 
 import kvdb
 from engine import End, Engine, EngineOptions, ModelOptions, Request, blas
-from kvdb.identity import ModelIdentity
 from kvdb.store import Store
+from tests.bench.random_model import use_random_weights
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -56,38 +56,6 @@ TINY = {
     "vocab_size": 512,
 }
 Times = list[float]
-
-
-def use_random_weights(config: dict[str, Any]) -> None:
-    """Let engines load a random bf16 model of ``config``, whatever the name; nothing is on disk."""
-    from engine import models
-
-    def load(name: str, options: ModelOptions) -> models.LoadedModel:
-        import mlx.core as mx
-        from mlx_lm.models.llama import Model, ModelArgs
-
-        from engine.mlxlm import CountingModel
-
-        began = time.perf_counter()
-        mx.random.seed(0)
-        model = Model(ModelArgs.from_dict(config))
-        model.set_dtype(mx.bfloat16)
-        mx.eval(model.parameters())
-        model.eval()
-        return models.LoadedModel(
-            name=name,
-            folder=Path(),
-            model=CountingModel(model),
-            tokenizer=None,
-            prompts=None,
-            identity=ModelIdentity("random", json.dumps(config)),
-            context=config["max_position_embeddings"],
-            eos=frozenset(),
-            options=options,
-            load_seconds=time.perf_counter() - began,
-        )
-
-    models.load = load
 
 
 class Bench:
@@ -304,6 +272,53 @@ def views(bench: Bench, engine: Engine) -> None:
     bench.result["views"] = engine.call(measure)
 
 
+def long_prompt(bench: Bench, engine: Engine, tokens: int, step: int) -> None:
+    """A prompt beyond what one forward could take: memory and logits at two step lengths, and
+    what a second request with it costs."""
+    import mlx.core as mx
+
+    vocabulary = (TINY if bench.options.tiny else LLAMA_8B)["vocab_size"]
+    prompt = np.random.default_rng(1).integers(0, vocabulary, tokens).tolist()
+    seen: list[np.ndarray[Any, Any]] = []
+    engine.call(
+        lambda worker: setattr(
+            worker, "observe", lambda row: seen.append(np.array(row.astype(mx.float32)).ravel())
+        )
+    )
+    found: dict[str, Any] = {"tokens": tokens}
+
+    def ask(name: str, step: int, **options: Any) -> None:
+        seen.clear()
+        engine.call(lambda worker: (setattr(worker, "step", step), mx.reset_peak_memory()))
+        stats = bench.ask(engine, prompt, **options)
+        found[name] = {
+            "step": step,
+            "skip": stats.skip,
+            "prefill_ms": round(stats.prefill_ms, 1),
+            "restore_ms": round(stats.restore_ms, 1),
+            "first_token_ms": round(stats.first_token_ms, 1),
+            "peak_GB": round(engine.call(lambda worker: mx.get_peak_memory()) / 1e9, 2),
+        }
+        first = [logits.copy() for logits in seen]
+        logits.setdefault("first", first)
+        worst = max(
+            float(np.abs(a - b).max() / np.abs(a).max())
+            for a, b in zip(logits["first"], first, strict=True)
+        )
+        found[name] |= {"logits_differ": worst, "tokens_chosen": [int(r.argmax()) for r in first]}
+
+    logits: dict[str, list[np.ndarray[Any, Any]]] = {}
+    ask("cold", step, read=False, store=False)
+    ask("cold_again", step, read=False, store=False)
+    ask("cold_longer_steps", 4 * step, read=False, store=False)
+    ask("stored", step)
+    if not bench.store.flush(300):
+        raise RuntimeError("the writer is still at work")
+    ask("restored", step, store=False)
+    engine.call(lambda worker: setattr(worker, "observe", None))
+    bench.result["long"] = found
+
+
 def run(bench: Bench) -> None:
     options = bench.options
     settings = EngineOptions(block_tokens=options.block_tokens, step=options.step)
@@ -317,6 +332,9 @@ def run(bench: Bench) -> None:
         with bench.section("store"):
             stats = bench.keep(engine, bench.prompt)
             bench.result["prefill_while_storing_ms"] = round(stats.prefill_ms, 1)
+            # Another prompt: the host's memory was locked by the first one.
+            stats = bench.keep(engine, bench.prompt[::-1])
+            bench.result["prefill_while_storing_again_ms"] = round(stats.prefill_ms, 1)
         with bench.section("disk"):
             tiers(bench.store, engine, 0)
             disk = restores(bench, engine, "disk", ram=False)
@@ -334,6 +352,9 @@ def run(bench: Bench) -> None:
             routes(bench, engine)
         with bench.section("views"):
             views(bench, engine)
+        if options.long:
+            with bench.section("long"):
+                long_prompt(bench, engine, options.long, engine.call(lambda worker: worker.step))
     # MLX's CUDA kernels have no quantised product for most lengths: whole steps, then one token.
     bench.prompt = [*bench.prompt, 1]
     for bits in () if options.plain else (8, 4):
@@ -356,6 +377,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--block-tokens", type=int, default=256)
+    parser.add_argument("--long", type=int, default=0, help="tokens of a further, long prompt")
     parser.add_argument("--step", type=int, help="default: the device's")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--ahead", type=int, default=3)
@@ -374,14 +396,14 @@ def main() -> None:
     if options.tiny and mlxlm.host_memory():  # the code of a device that is not here
         mlxlm.host_memory = lambda: False
         mlxlm.device_bytes = lambda: 1 << 30
-    use_random_weights(TINY if options.tiny else LLAMA_8B)
+    use_random_weights(TINY if options.tiny else LLAMA_8B, "bfloat16")
     with (
         tempfile.TemporaryDirectory(dir=options.folder) as folder,
         kvdb.open(
             Path(folder) / "store",
-            max_bytes=(1 if options.tiny else 40) << 30,
+            max_bytes=(1 if options.tiny else 45) << 30,
             min_free_bytes=0,
-            queue_bytes=8 << 30,
+            queue_bytes=20 << 30,
             ram=1 << 30,
             read_workers=options.workers,
             read_ahead=options.ahead,

@@ -90,12 +90,12 @@ def main() -> None:
         kvdb.open(Path(folder) / "store") as store,
         Engine(store, options.model) as engine,
     ):
-        from engine import generation, storage
+        from engine import generation, recorder, storage
 
-        for name in ("lease", "release", "read", "read_part", "put", "record"):
+        for name in ("lease", "release", "hold", "read", "read_part", "put", "record"):
             meter.wrap(storage.Storage, name)
-        for name in ("put_range", "put_prompt_end", "put_generated"):
-            meter.wrap(storage.Recorder, name)
+        for name in ("feed", "keep_state"):
+            meter.wrap(recorder.Recorder, name)
         meter.wrap(generation.Generation, "_keep_generated")
         for round_ in range(options.rounds):
             random = np.random.default_rng(round_)

@@ -16,6 +16,7 @@ import pytest
 import kvdb
 from kvdb.driver import sqlite3
 from tests.cli.conftest import Done, Run, one_sentence
+from tests.engine.chat_model import write_chat_model
 from tests.support import shard_files
 
 PROMPT = "The harbour lies in the lee of the island. " * 20
@@ -106,6 +107,27 @@ def test_sampling_options_reach_the_model(generate: Generate) -> None:
     text = generate("-p", "hello").stdout
     stopped = generate("-p", "hello", "--stop", text[3])
     assert stopped.stdout == text[: text.index(text[3])] + "\n"
+
+
+def test_an_answer_by_a_schema(run: Run, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array", "items": {"enum": ["yes", "no"]}, "minItems": 2}')
+    model = write_chat_model(tmp_path / "chat")
+    answer = ("generate", "--model", model, "-p", "hello", "-m", 60, "--json-schema", schema)
+    said = json.loads(run(*answer).stdout)
+    assert set(said) <= {"yes", "no"}
+    assert len(said) >= 2
+    for text in ("{", '{"type": "objekt"}'):
+        schema.write_text(text)
+        done = run(*answer)
+        assert (done.returncode, "JSON schema" in one_sentence(done)) == (2, True)
+
+
+def test_approximate_skips_are_no_exact_ones(generate: Generate) -> None:
+    for options in (("--approximate", "--reuse", "exact"), ("--measure-kl",)):
+        done = generate("-p", "hello", *options)
+        assert (done.returncode, "approximate" in one_sentence(done)) == (2, True)
+    assert stats(generate("-p", "hello", "--approximate"))["masked_tokens"] == 0
 
 
 def test_settings_reach_the_store(generate: Generate, spawn: Run) -> None:

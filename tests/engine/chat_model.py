@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tiny_model import write_model
+from tests.engine.tiny_model import write_model
 
 # ChatML with tools as one JSON object a line; reasoning of earlier turns is not written again.
 TEMPLATE = """\

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.plan import Compute, Plan, Refill, Restore, plan
+from engine.plan import MAX_MISSING, Compute, Mask, Needs, Plan, Refill, Restore, plan
 
 SIZE = 16
 
@@ -43,7 +43,7 @@ def chain(tokens: int, holes: tuple[int, ...] = ()) -> tuple[Block, ...]:
 def test_nothing_stored_computes_everything() -> None:
     for found in (None, Found()):
         assert plan(found, 40, "max") == Plan(
-            (Compute(0, 40),), "none", (), False, 0, 0, 0, 40, False
+            (Compute(0, 40),), "none", (), False, 0, 0, 0, 40, 0, False
         )
 
 
@@ -105,6 +105,49 @@ def test_a_shared_tail_that_covers_the_prompt_leaves_its_last_token() -> None:
 
 def test_exact_mode_shares_no_tail() -> None:
     assert plan(Found(chain(32), Shared(5, Block(32, 9))), 60, "exact").start == 32
+
+
+def test_what_is_missing_and_may_be_is_masked() -> None:
+    found = Found(chain(SIZE * 60, holes=(3, 4)), logits=object())
+    steps = plan(found, SIZE * 60, "max", maskable=SIZE * 5)
+    assert steps.steps[1:] == (Mask(48, 80),)
+    assert (steps.skip, steps.masked, steps.refilled) == ("approximate", 32, 0)
+    # One of the two lies in what may not be left out.
+    steps = plan(found, SIZE * 60, "max", maskable=SIZE * 4 + 15)
+    assert steps.steps[1:] == (Mask(48, 64), Refill(64, 80))
+    assert (steps.masked, steps.refilled, steps.restored) == (16, 16, SIZE * 58)
+    recurrent = Needs(states=("state:0",))
+    for other in (plan(found, 960, "exact", maskable=960), plan(found, 960, "max", recurrent)):
+        assert other.masked == 0
+
+
+@given(
+    st.integers(1, 200), st.sets(st.integers(0, 199), max_size=12), st.integers(0, 4000), st.data()
+)
+def test_masking_leaves_the_rest_of_a_plan_alone(
+    blocks: int, holes: set[int], maskable: int, data: st.DataObject
+) -> None:
+    tokens = SIZE * blocks
+    prompt = tokens + data.draw(st.integers(0, 40))
+    found = Found(chain(tokens, tuple(holes)))
+    refilled = plan(found, prompt, "max")
+    steps = plan(found, prompt, "max", maskable=maskable)
+    assert (steps.start, steps.reads, steps.restored) == (
+        refilled.start,
+        refilled.reads,
+        refilled.restored,
+    )
+    assert steps.masked + steps.refilled == refilled.refilled
+    assert steps.restored + steps.refilled + steps.computed + steps.masked == prompt
+    assert steps.masked <= MAX_MISSING * steps.start
+    if refilled.refilled > MAX_MISSING * steps.start:
+        assert steps == refilled
+    assert all(SIZE <= start < end <= maskable for start, end in steps.masks)
+    forwarded = [(s.start, s.end) for s in steps.steps if isinstance(s, Refill | Mask)]
+    assert sum(end - start for start, end in forwarded) == refilled.refilled
+    if steps.masked and steps.refilled:  # what is refilled had no leave to be masked
+        first = [s for s in steps.steps if isinstance(s, Refill)]
+        assert all(s.start == 0 or s.end > maskable for s in first)
 
 
 def test_what_could_not_be_read_becomes_holes() -> None:

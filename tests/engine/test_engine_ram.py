@@ -11,7 +11,7 @@ from cache_table import CASES, rows
 from tiny_model import difference, equal, prompt_tokens, run, write_model
 
 import kvdb
-from engine import mlxlm
+from engine import device, mlxlm
 from kvdb.reader import Damaged
 
 BLOCK = 64
@@ -31,10 +31,12 @@ def as_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlxlm, "device_bytes", lambda: 1 << 30)
 
 
-@pytest.fixture(params=["host", "device"])
-def memory(request: pytest.FixtureRequest) -> str:
-    if request.param == "device":
+@pytest.fixture(params=["host", "device", "device, layers apart"])
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param != "host":
         request.getfixturevalue("as_device")
+    if "apart" in request.param:
+        monkeypatch.setattr(device, "MOST_ELEMENTS", 1)
     return str(request.param)
 
 
