@@ -184,6 +184,8 @@ def _text(request: Request, tokenizer: PromptTokenizer | None, loaded: Any | Non
     template = None if tokenizer is None else tokenizer.template
     ours = isinstance(template, ToolTemplate) and uses_tools(request.messages, request.tools)
     if loaded is not None and not ours:
+        if template is None and request.tools:
+            _check_tools(loaded)
         text = _render_by_loaded(request, options, loaded)
     elif template is not None:
         text = template.render(request.messages, request.tools, options=options)
@@ -193,14 +195,18 @@ def _text(request: Request, tokenizer: PromptTokenizer | None, loaded: Any | Non
     return text
 
 
+def _check_tools(loaded: Any) -> None:
+    """Raise PromptError where tools would be left out unseen."""
+    source = template_source(loaded)
+    if isinstance(source, str) and not mentions_tools(source):
+        raise PromptError("The model's chat template has no tools.")
+
+
 def _render_by_loaded(request: Request, options: Mapping[str, Any], loaded: Any) -> str:
     from jinja2.exceptions import TemplateError
 
     if not loaded.has_chat_template:
         raise PromptError("The model has no chat template: give its prompt as text.")
-    source = template_source(loaded)
-    if request.tools and isinstance(source, str) and not mentions_tools(source):
-        raise PromptError("The model's chat template has no tools.")
     try:
         more = dict(options)
         if request.tools is not None:
