@@ -16,16 +16,15 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
-from engine.guide import Guide
 from engine.http.caller import caller_of, read_wishes
 from engine.http.errors import NotServed, json_bytes, route_class
 from engine.http.levels import Router
-from engine.http.openai_shapes import openai_error
+from engine.http.openai_responses_writer import ResponseWriter
+from engine.http.openai_shapes import guide_of, openai_error, tool_choice_of
 from engine.http.respond import frames, json_response, take_all
-from engine.http.responses_shapes import ResponseWriter
 from engine.http.service import Service
 from engine.http.sse import EventStream
-from engine.http.turn import MAX_CALLS, Ask, ToolChoice, Turn, begin
+from engine.http.turn import Ask, Turn, begin
 from engine.prompt.parts import Data, tool_of
 from engine.prompt.responses import responses_messages
 from kvdb.errors import KvdbError, PromptError, UsageError
@@ -212,8 +211,8 @@ def _ask(body: ResponseBody, earlier: Sequence[Data]) -> Ask:
         sampling={"temperature": body.temperature, "top_p": body.top_p},
         max_tokens=body.max_output_tokens,
         logprobs=logprobs,
-        tool_choice=_tool_choice(body, tools),
-        guide=_guide(body.text),
+        tool_choice=tool_choice_of(body.tool_choice, tools, body.parallel_tool_calls),
+        guide=guide_of("text.format", (body.text or {}).get("format")),
         kvdb=body.kvdb,
     )
 
@@ -228,35 +227,6 @@ def _tool(tool: Mapping[str, Any]) -> Data:
         raise UsageError(f"Tools must be functions with a name: {kind!r} is not supported here.")
     parameters = tool.get("parameters") or {"type": "object", "properties": {}}
     return tool_of({**tool, "parameters": parameters})
-
-
-def _tool_choice(body: ResponseBody, tools: object) -> ToolChoice:
-    choice = body.tool_choice
-    if choice in (None, "auto"):
-        return ToolChoice()
-    if choice == "none":
-        return ToolChoice("none")
-    if not tools:
-        raise UsageError("tool_choice needs tools.")
-    if choice == "required":
-        return ToolChoice("required", most=1 if body.parallel_tool_calls is False else MAX_CALLS)
-    name = choice.get("name") if isinstance(choice, Mapping) else None
-    if not isinstance(name, str) or choice.get("type") != "function":  # type: ignore[union-attr]
-        raise UsageError("tool_choice must be auto, none, required, or name a function.")
-    return ToolChoice("required", name, 1)
-
-
-def _guide(text: Mapping[str, Any] | None) -> Guide | None:
-    given = None if text is None else text.get("format")
-    kind = given.get("type") if isinstance(given, Mapping) else given
-    if kind in (None, "text"):
-        return None
-    if kind == "json_object":
-        return Guide.json()
-    schema = given.get("schema") if isinstance(given, Mapping) else None
-    if kind != "json_schema" or not isinstance(schema, Mapping):
-        raise UsageError("text.format must be of type text, json_object, or json_schema.")
-    return Guide.schema(schema)
 
 
 # -- what is answered ----------------------------------------------------------------------------
