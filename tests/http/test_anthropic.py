@@ -156,6 +156,8 @@ def test_events_have_anthropics_names_and_order(server: Running, script: Script)
         events.append((document["type"], kind) if kind else document["type"])
     shown = [event for at, event in enumerate(events) if event not in ("ping", events[at - 1])]
     assert "ping" in events
+    last = json.loads(frames[-2].split("data: ")[1])
+    assert last["usage"]["kvdb"]["skip"] in ("none", "partial", "full")
     assert shown == [
         "message_start",
         ("content_block_start", "thinking"),
