@@ -325,9 +325,12 @@ async def begin(service: Service, http: HttpRequest, model: str, ask: Ask) -> Tu
     wishes = read_wishes(http.headers, ask.kvdb, caller_of(http))
     request = request_of(ask, wishes, served, service.limits)
     choice = ask.tool_choice
-    if choice.mode == "required":
-        facts = await service.loaded_facts(served.name)
-        guide = call_guide(facts.answer_style, request.tools or (), choice.name, choice.most)
+    # What must be JSON may be a call instead.
+    either = choice.mode == "auto" and ask.guide is not None and request.tools
+    if choice.mode == "required" or either:
+        style = (await service.loaded_facts(served.name)).answer_style
+        otherwise = ask.guide if either else None
+        guide = call_guide(style, request.tools or (), choice.name, choice.most, otherwise)
         request = replace(request, guide=guide)
     name = wishes.request_id or getattr(http.state, "request_id", None)
     calls = bool(request.tools) and choice.mode != "none"
