@@ -43,6 +43,7 @@ class PromptBody(BaseModel):
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
+    mcp_servers: list[Any] | None = None
     kvdb: dict[str, Any] | None = None
 
 
@@ -91,6 +92,8 @@ async def count_tokens(body: PromptBody, request: Request) -> Response:
 async def _prompt(service: Service, body: PromptBody) -> dict[str, Any]:
     """The prompt, as keywords of the engine's request."""
     document = body.model_dump()
+    if body.mcp_servers:
+        raise UsageError("mcp_servers are called by Anthropic, and cannot be used here.")
     tools = tuple(map(_tool, body.tools)) if body.tools else None
     options = _options(body)
     chat, marks = anthropic_messages(document)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.events import Hold
+from engine.events import Hold, Progress
 from engine.http.errors import Problem
 from engine.http.sse import frame
 from engine.http.turn import CallArguments, CallStart, Ended, Piece, Reasoning, Text, Turn
@@ -83,8 +83,10 @@ class MessageWriter:
         self._stop: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
 
     def start(self) -> bytes:
-        prompt = self._turn.prompt
-        known = Usage(0, 0, 0, {}) if prompt is None else Usage(prompt.total, prompt.done, 0, {})
+        prompt = self._turn.prompt or Progress(0, 0)
+        known = anthropic_usage(Usage(prompt.total, prompt.done, 0, {}))
+        # What is not known yet comes with message_delta, which has the last word.
+        del known["cache_creation"], known["kvdb"]
         event = {"type": "message_start", "message": self._message(known)}
         return frame(event, "message_start") + PING
 
@@ -121,9 +123,9 @@ class MessageWriter:
 
     def whole(self, usage: Usage) -> Mapping[str, Any]:
         """The message, once it has ended."""
-        return self._message(usage)
+        return self._message(anthropic_usage(usage))
 
-    def _message(self, usage: Usage) -> dict[str, Any]:
+    def _message(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "id": f"msg_{self._turn.id}",
             "type": "message",
@@ -131,7 +133,7 @@ class MessageWriter:
             "model": self._model,
             "content": self._content,
             **self._stop,
-            "usage": anthropic_usage(usage),
+            "usage": usage,
         }
 
     def _block(self, kind: str, empty: dict[str, Any]) -> bytes:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -15,16 +16,15 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
-from engine.guide import Guide
 from engine.http.caller import caller_of, read_wishes
 from engine.http.errors import NotServed, json_bytes, route_class
 from engine.http.levels import Router
-from engine.http.openai_shapes import openai_error
+from engine.http.openai_responses_writer import ResponseWriter
+from engine.http.openai_shapes import guide_of, openai_error, tool_choice_of
 from engine.http.respond import frames, json_response, take_all
-from engine.http.responses_shapes import ResponseWriter
 from engine.http.service import Service
 from engine.http.sse import EventStream
-from engine.http.turn import MAX_CALLS, Ask, ToolChoice, Turn, begin
+from engine.http.turn import Ask, Turn, begin
 from engine.prompt.parts import Data, tool_of
 from engine.prompt.responses import responses_messages
 from kvdb.errors import KvdbError, PromptError, UsageError
@@ -39,6 +39,7 @@ from kvdb.responses import (
 log = logging.getLogger("kvdb.http")
 router = Router("inference", prefix="/v1", tags=["OpenAI"], route_class=route_class(openai_error))
 MAX_TOP_LOGPROBS = 20
+ID = re.compile(r"resp_[0-9a-f]{32}", re.ASCII)
 # Tools that OpenAI runs itself. Agents send them with their own: these are left out, and named in
 # usage.kvdb.
 THEIR_TOOLS = (
@@ -126,7 +127,7 @@ async def get_response(response_id: str, request: Request) -> Response:
     service: Service = request.app.state.service
     tenant = read_wishes(request.headers, None, caller_of(request)).tenant
     found = None
-    if service.store is not None:
+    if service.store is not None and ID.fullmatch(response_id):
         found = await asyncio.to_thread(find_response, service.store, response_id, tenant)
     if found is None:
         raise NotServed(_none(response_id))
@@ -139,7 +140,7 @@ async def forget_response(response_id: str, request: Request) -> Response:
     service: Service = request.app.state.service
     tenant = read_wishes(request.headers, None, caller_of(request)).tenant
     gone = False
-    if service.store is not None:
+    if service.store is not None and ID.fullmatch(response_id):
         gone = await asyncio.to_thread(delete_response, service.store, response_id, tenant)
     if not gone:
         raise NotServed(_none(response_id))
@@ -172,7 +173,9 @@ async def _earlier(service: Service, response_id: str | None, tenant: str) -> li
     store = service.store
 
     def find() -> list[Data] | None:
-        found = None if store is None else find_conversation(store, response_id, tenant)
+        if store is None or not ID.fullmatch(response_id):
+            return None
+        found = find_conversation(store, response_id, tenant)
         if found is None:
             return None
         items: list[Data] = []
@@ -208,8 +211,8 @@ def _ask(body: ResponseBody, earlier: Sequence[Data]) -> Ask:
         sampling={"temperature": body.temperature, "top_p": body.top_p},
         max_tokens=body.max_output_tokens,
         logprobs=logprobs,
-        tool_choice=_tool_choice(body, tools),
-        guide=_guide(body.text),
+        tool_choice=tool_choice_of(body.tool_choice, tools, body.parallel_tool_calls),
+        guide=guide_of("text.format", (body.text or {}).get("format")),
         kvdb=body.kvdb,
     )
 
@@ -224,35 +227,6 @@ def _tool(tool: Mapping[str, Any]) -> Data:
         raise UsageError(f"Tools must be functions with a name: {kind!r} is not supported here.")
     parameters = tool.get("parameters") or {"type": "object", "properties": {}}
     return tool_of({**tool, "parameters": parameters})
-
-
-def _tool_choice(body: ResponseBody, tools: object) -> ToolChoice:
-    choice = body.tool_choice
-    if choice in (None, "auto"):
-        return ToolChoice()
-    if choice == "none":
-        return ToolChoice("none")
-    if not tools:
-        raise UsageError("tool_choice needs tools.")
-    if choice == "required":
-        return ToolChoice("required", most=1 if body.parallel_tool_calls is False else MAX_CALLS)
-    name = choice.get("name") if isinstance(choice, Mapping) else None
-    if not isinstance(name, str) or choice.get("type") != "function":  # type: ignore[union-attr]
-        raise UsageError("tool_choice must be auto, none, required, or name a function.")
-    return ToolChoice("required", name, 1)
-
-
-def _guide(text: Mapping[str, Any] | None) -> Guide | None:
-    given = None if text is None else text.get("format")
-    kind = given.get("type") if isinstance(given, Mapping) else given
-    if kind in (None, "text"):
-        return None
-    if kind == "json_object":
-        return Guide.json()
-    schema = given.get("schema") if isinstance(given, Mapping) else None
-    if kind != "json_schema" or not isinstance(schema, Mapping):
-        raise UsageError("text.format must be of type text, json_object, or json_schema.")
-    return Guide.schema(schema)
 
 
 # -- what is answered ----------------------------------------------------------------------------

@@ -25,9 +25,10 @@ def anthropic_messages(
     conversation becomes a part of the user's turn before it, as Claude Code writes reminders.
     Raises PromptError."""
     messages: list[Data] = []
+    tools = document.get("tools")
     marks = [
         Mark(index, ttl, tool=True)
-        for index, tool in enumerate(document.get("tools") or ())
+        for index, tool in enumerate(tools if isinstance(tools, list) else ())
         if isinstance(tool, Mapping) and (ttl := _ttl(tool)) is not None
     ]
     system = document.get("system")

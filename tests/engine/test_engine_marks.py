@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from chat_model import tool, write_chat_model
+from tiny_model import write_tokenizer
+from zoo import write_species
 
 from engine import End, Engine, EngineOptions, Mark, Request
 from engine.prompt.encode import Prompt, encode
@@ -73,3 +75,26 @@ def test_marked_prefixes_are_held_within_the_tenants_share(folder: Path, store: 
             "JOIN blocks AS b ON b.id = s.tip_id ORDER BY 1"
         ).fetchall()
     assert [at for (at,) in depths] == [-(-first // 16) * 16, -(-second // 16) * 16]
+
+
+def test_a_recurrent_model_goes_on_from_a_mark(tmp_path: Path, store: Store) -> None:
+    """State of whole prompts only can be gone on from where it was kept."""
+    folder = write_species(tmp_path / "chat", "qwen3_next")
+    write_tokenizer(folder)
+    system = {"role": "system", "content": "You answer. " * 4}
+    with Engine(store, str(folder), options=EngineOptions(16)) as engine:
+        restored = []
+        for word in ("Paris", "Rome"):
+            asked = {"role": "user", "content": f"{word}? " * 8}
+            request = Request(messages=[system, asked], marks=(Mark(0, 60),), max_tokens=2)
+            *_, end = engine.generate(request)
+            assert isinstance(end, End)
+            restored.append(end.stats.restored_tokens)
+    assert restored == [0, len(f"system: {system['content']}\n")]
+    assert end.stats.holds[0].tokens == restored[1]
+    with store.database.read() as connection:
+        (tokens,) = connection.execute(
+            "SELECT b.depth * 16 + b.token_count FROM sequences AS s "
+            "JOIN blocks AS b ON b.id = s.tip_id"
+        ).fetchone()
+    assert tokens == restored[1]

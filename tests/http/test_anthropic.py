@@ -156,6 +156,8 @@ def test_events_have_anthropics_names_and_order(server: Running, script: Script)
         events.append((document["type"], kind) if kind else document["type"])
     shown = [event for at, event in enumerate(events) if event not in ("ping", events[at - 1])]
     assert "ping" in events
+    last = json.loads(frames[-2].split("data: ")[1])
+    assert last["usage"]["kvdb"]["skip"] in ("none", "partial", "full")
     assert shown == [
         "message_start",
         ("content_block_start", "thinking"),
@@ -314,6 +316,7 @@ def said(*parts: Any) -> dict[str, Any]:
         (said({"type": "server_tool_use", "id": "x", "name": "web_search", "input": {}}), "server"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search"),
         ({"tools": [{"name": "x"}]}, "input_schema"),
+        ({"mcp_servers": [{"type": "url", "name": "x", "url": "http://x"}]}, "mcp_servers"),
         ({"tool_choice": {"type": "any"}}, "tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "delete"}}, "delete"),
         ({"thinking": {"type": "maybe"}}, "thinking"),

@@ -205,7 +205,7 @@ def test_a_response_is_got_and_forgotten(server: Running) -> None:
     assert client.responses.retrieve(made.id).model_dump() == made.model_dump()
     assert (made.store, unkept.store) == (True, False)
     other = client.with_options(default_headers={"x-kvdb-tenant": "other"})
-    for stranger, id_ in ((client, unkept.id), (other, made.id), (client, "resp_0")):
+    for stranger, id_ in ((client, unkept.id), (other, made.id), (client, "resp_" + "0" * 32)):
         with pytest.raises(openai.NotFoundError, match="no response"):
             stranger.responses.retrieve(id_)
         with pytest.raises(openai.NotFoundError, match="no response"):
@@ -266,7 +266,8 @@ IMAGE = {"type": "input_image", "image_url": "http://127.0.0.1:1/x.png"}
         ({"tool_choice": "required"}, "tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "delete"}}, "delete"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format"),
-        ({"previous_response_id": "resp_0"}, "previous_response_id"),
+        ({"previous_response_id": "resp_" + "0" * 32}, "previous_response_id"),
+        ({"previous_response_id": "\ud800"}, "previous_response_id"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_sentence(
