@@ -71,6 +71,14 @@ class Accounts:
                 used.append(self.match.shared.block.id)
             self._touched = tuple(used)
 
+    def set_up(self, ms: float) -> None:
+        """The caches stand ready: what is restored took this long. Where nothing was, that is a
+        part of computing the prompt."""
+        if self.restored or self.bytes_read or self.bytes_ram:
+            self.restore_ms = ms
+        else:
+            self.prefill_ms = ms
+
     def have_logits(self, *, stored: bool = False) -> None:
         """The first token can be sampled now."""
         self._logits_at = time.perf_counter()

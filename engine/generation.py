@@ -59,7 +59,7 @@ class Generation:
         self._took = Accounts(load_ms, warmup_ms)
         self._worker = worker
         self._request = request
-        self._index = index
+        self.index = index
         loaded = worker.loaded
         if given is None:
             given = worker.encode(request)
@@ -127,7 +127,7 @@ class Generation:
 
     def others(self) -> list[Generation]:
         """The further answers that the request asks for; each waits for :meth:`share`."""
-        count = self._request.n if self._index == 0 else 1
+        count = self._request.n if self.index == 0 else 1
         return [
             Generation(self._worker, self._request, index=index, given=self.given)
             for index in range(1, count)
@@ -163,6 +163,8 @@ class Generation:
                 self._finish = cancelled.reason
                 self._keep_cut_short()
             self._keep_generated(final=True)
+            if self._live is not None:  # it may be a row of a batch that goes on without it
+                self._live.seat.lose()
             yield from self._hold()
             yield from self._measure()
         finally:
@@ -170,7 +172,7 @@ class Generation:
         stats, rest = self._stats(), self._output.rest()
         self._said.append(rest)
         self._record(stats)
-        yield End(self._finish or "length", rest, stats, self._index)
+        yield End(self._finish or "length", rest, stats, self.index)
 
     def release(self) -> None:
         """Let go of what is held in the store. Idempotent."""
@@ -179,7 +181,7 @@ class Generation:
     def never(self, reason: FinishReason) -> End:
         """The end of a request that never began."""
         self._took.begin()
-        return End(reason, "", self._stats(), self._index)
+        return End(reason, "", self._stats(), self.index)
 
     def _answer(self) -> Generator[Event | Turn, Row, None]:
         if self._shared is None:
@@ -262,7 +264,7 @@ class Generation:
         prompt = len(self._prompt)
         messages = self._message_ends() if layout.states and steps.start < prompt else ()
         self._boundaries = boundaries(layout, worker.block_tokens, prompt, messages, exact=exact)
-        self._took.restore_ms = since(began)
+        self._took.set_up(since(began))
         # What is computed over masked blocks is no function of the prefix: it is never stored.
         if self._storage is not None and self._request.store and not steps.masks:
             match = self._lookup.match
@@ -314,7 +316,7 @@ class Generation:
                     logits = prefill.last(self._last_start, part.end)
                     self._took.computed += part.end - self._last_start
         finally:
-            self._took.prefill_ms = since(began)
+            self._took.prefill_ms += since(began)
             self._took.have_logits()
         live.seek(len(self._prompt))
         return logits
@@ -361,9 +363,9 @@ class Generation:
         text, self._finish = self._output.feed(token)
         self._said.append(text)
         if self._request.logprobs is None:
-            return Token(token, text, index=self._index)
+            return Token(token, text, index=self.index)
         logprob, best = top_logprobs(choice, self._request.logprobs)
-        return Token(token, text, logprob, best, self._index)
+        return Token(token, text, logprob, best, self.index)
 
     def _decode(self, first: Choice, live: LiveState) -> Generator[Event | Turn, Row, None]:
         """Generate after the first token. The next forward is under way while a token is handed

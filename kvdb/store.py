@@ -11,6 +11,7 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -109,6 +110,7 @@ class Store(Namespaces, Upkeep):
         self._locks = locks
         self._spreader = spreader
         self._records: dict[int, NamespaceRecord] = {}
+        self._handles: WeakValueDictionary[tuple[int, str], Namespace] = WeakValueDictionary()
         self._builds: dict[int, str] = {}
         self._closed = False
         self._pid = os.getpid()

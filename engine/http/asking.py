@@ -10,12 +10,12 @@ from pydantic import Field
 
 from engine.events import Request as EngineRequest
 from engine.http.admin import Body, service_of, store_of
-from engine.http.errors import RETRY_SECONDS, TooManyRequests, route_class
+from engine.http.errors import RETRY_SECONDS, route_class
 from engine.http.levels import Router
 from engine.http.openai_shapes import openai_error
 from engine.http.prompts import PromptFields, RowId, prompt_of
 from engine.prompt.tokenizer import namespace_decoder
-from kvdb.errors import UsageError
+from kvdb.errors import Busy, UsageError
 from kvdb.explain import Explanation, explain_request, explain_tokens
 from kvdb.sandbox import run_in_child
 
@@ -43,7 +43,7 @@ def sql(body: SqlBody, request: Request) -> dict[str, Any]:
     ``capped`` says whether there were more rows."""
     places: threading.Semaphore = request.app.state.sql_places
     if not places.acquire(timeout=SQL_WAIT_SECONDS):
-        raise TooManyRequests(SQL_PLACES, RETRY_SECONDS)
+        raise Busy(f"{SQL_PLACES} statements run already: try again later.", RETRY_SECONDS)
     try:
         result = run_in_child(
             store_of(request).path, body.sql, body.params, limit=body.limit, deadline=body.timeout
