@@ -78,7 +78,7 @@ class Generation:
         self._output = Output(request, loaded.tokenizer, loaded.eos, self._room)
         self._storage: Storage | None = None
         if request.read or request.store:
-            self._storage = worker.storage_for(request.salt)
+            self._storage = worker.storage_for(request.salt, request.tenant)
         self._lease: Lease | None = None
         self._recorder: Recorder | None = None
         self._live: LiveState | None = None

@@ -135,14 +135,15 @@ class Worker:
             return Buffers(layout, capacity)
         return DeviceBuffers(layout, self._store.device_ram, self._uplink)
 
-    def storage_for(self, salt: bytes) -> Storage | None:
-        """The key space of requests with ``salt``; without one, the engine's own."""
+    def storage_for(self, salt: bytes, tenant: str = "") -> Storage | None:
+        """The key space of requests with ``salt``; without one, the engine's own. A new one counts
+        in the quota of ``tenant``."""
         if not salt or self.storage is None:
             return self.storage
         if salt not in self._salted:
             while len(self._salted) >= MAX_SALTS:
                 del self._salted[next(iter(self._salted))]
-            self._salted[salt] = self._storage(_joined(self.salt, salt))
+            self._salted[salt] = self._storage(_joined(self.salt, salt), tenant)
         return self._salted[salt]
 
     def _alone(self) -> str | None:
@@ -184,7 +185,7 @@ class Worker:
             log.warning("the state of %s is not stored: %s", self.loaded.name, reason)
         return layout, vocabulary
 
-    def _storage(self, salt: bytes) -> Storage | None:
+    def _storage(self, salt: bytes, tenant: str = "") -> Storage | None:
         if self.layout is None or self._store is None:
             return None
         try:
@@ -198,6 +199,7 @@ class Worker:
                 name=self.loaded.name,
                 block_tokens=self.block_tokens,
                 salt=salt,
+                tenant=tenant,
             )
         except KvdbError as error:
             log.warning("going on without the store: %s", error)

@@ -38,6 +38,16 @@ FIND_SEQUENCE = (
     "SELECT s.id, n.id, n.fingerprint, n.model, n.layout, n.block_tokens FROM sequences AS s "
     "JOIN namespaces AS n ON n.id = s.namespace_id WHERE s.name = ?"
 )
+# The named ones of a tenant, with the tokens that their chains have.
+NAMED_SEQUENCES = """
+SELECT s.name, n.model, coalesce(b.depth * n.block_tokens + b.token_count, 0), s.created_at,
+    s.expires_at
+FROM sequences AS s JOIN namespaces AS n ON n.id = s.namespace_id
+LEFT JOIN blocks AS b ON b.id = s.tip_id
+WHERE s.name IS NOT NULL AND s.tenant = ?1 AND (?2 IS NULL OR s.name = ?2)
+    AND coalesce(s.expires_at > ?3, 1)
+ORDER BY s.name
+"""
 REQUEST_TIP = (
     "SELECT b.hash, b.namespace_id FROM requests AS r JOIN blocks AS b ON b.id = r.tip_id "
     "WHERE r.id = ? AND (b.state = 'live' OR b.refs > 0)"
@@ -252,6 +262,24 @@ def create_sequence(
             now=now,
         )
     return Sequence(store, namespace, id_, name)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSequence:
+    """What a name holds; times in Unix µs."""
+
+    name: str
+    model: str
+    tokens: int
+    created_at: int
+    expires_at: int | None
+
+
+def named_sequences(store: Store, tenant: str, name: str | None = None) -> list[NamedSequence]:
+    """The names that a tenant has and whose time is not over, or the one of them asked for."""
+    with store.database.read() as connection:
+        rows = connection.execute(NAMED_SEQUENCES, (tenant, name, store.environment.now_us()))
+        return [NamedSequence(*row) for row in rows]
 
 
 def request_tip(store: Store, request_id: int) -> tuple[Namespace, bytes]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from importlib.metadata import version
 
 from fastapi import APIRouter, FastAPI
@@ -12,7 +15,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from engine.http import openai_chat, openai_completions, openai_models
+from engine.http import (
+    admin,
+    asking,
+    caches,
+    health,
+    jobs,
+    keys,
+    metrics,
+    openai_chat,
+    openai_completions,
+    openai_models,
+)
 from engine.http.errors import error_response, problem_of
 from engine.http.openai_shapes import openai_error
 from engine.http.service import Service
@@ -23,7 +37,20 @@ ROUTERS: tuple[APIRouter, ...] = (
     openai_models.router,
     openai_chat.router,
     openai_completions.router,
+    caches.router,
+    health.router,
+    metrics.router,
+    admin.router,
+    jobs.router,
+    asking.router,
+    keys.router,
 )
+
+
+@asynccontextmanager
+async def _life(app: FastAPI) -> AsyncGenerator[None]:
+    yield
+    await asyncio.to_thread(app.state.jobs.close)  # the store is about to close
 
 
 def create_app(service: Service, access: Access | None = None) -> FastAPI:
@@ -33,8 +60,12 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
         title="kvdb",
         version=version("kvdb"),
         summary="A database of KV cache state for local LLM inference",
+        lifespan=_life,
     )
     app.state.service = service
+    app.state.metrics = metrics.Metrics(service)
+    app.state.jobs = jobs.Jobs()
+    app.state.sql_places = threading.Semaphore(asking.SQL_PLACES)
     for router in ROUTERS:
         app.include_router(router)
 

@@ -10,16 +10,13 @@ import numpy as np
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine.http.errors import TooLarge
 from engine.http.refusal import refuse
 from kvdb.errors import KvdbError, UsageError
 
 STRIDE = 1 << 16
 BRACKETS = b"[]{}"
 NO_BRACKETS = bytes(byte for byte in range(256) if byte not in BRACKETS)
-
-
-class TooLarge(KvdbError):
-    """A body is larger than it may be."""
 
 
 class TooSlow(KvdbError):

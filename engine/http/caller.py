@@ -77,8 +77,8 @@ def read_wishes(
             raise UsageError(f"kvdb.{unknown[0]} is not known; known: {', '.join(sorted(known))}.")
         given |= {key: value for key, value in body.items() if value is not None}
     tenant = _name("tenant", given.get("tenant", caller.tenant))
-    if caller.tenant and tenant != caller.tenant:
-        raise Forbidden("This key belongs to another tenant.")
+    if tenant != caller.tenant and (caller.tenant or not caller.overview):
+        raise Forbidden("Only the main key may speak for a tenant; others for their own.")
     priority = given.get("priority", "interactive")
     if priority not in ("interactive", "batch"):
         raise UsageError("priority must be 'interactive' or 'batch'.")

@@ -16,7 +16,20 @@ from starlette.responses import Response
 
 from engine.engine import EngineClosed
 from engine.pool import ModelBusy
-from kvdb.errors import KvdbError, OutOfMemory, PromptError, QueryError, QuotaExceeded, UsageError
+from kvdb.errors import (
+    KvdbError,
+    OutOfMemory,
+    OutOfSpace,
+    PromptError,
+    QueryError,
+    QuotaExceeded,
+    StoreClosed,
+    StoreLocked,
+    StoreMissing,
+    StoreReadOnly,
+    StoreUnavailable,
+    UsageError,
+)
 
 log = logging.getLogger("kvdb.http")
 
@@ -77,6 +90,12 @@ STATUSES: tuple[tuple[type[BaseException], int, str], ...] = (
     (EngineClosed, 503, "stopping"),
     (ModelBusy, 503, "model_busy"),
     (OutOfMemory, 503, "out_of_memory"),
+    (StoreMissing, 404, "not_found"),
+    (StoreReadOnly, 503, "no_store"),
+    (StoreLocked, 503, "no_store"),
+    (StoreUnavailable, 503, "no_store"),
+    (StoreClosed, 503, "no_store"),
+    (OutOfSpace, 503, "out_of_space"),
     (TooLate, 408, "deadline"),
     (NotServed, 404, "not_found"),
     (Forbidden, 403, "forbidden"),

@@ -7,7 +7,10 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import TextIO
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,7 +20,24 @@ from engine.http.levels import Rules
 
 log = logging.getLogger("kvdb.http.requests")
 
+NAMES = (b"x-request-id", b"request-id")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
+
+
+@contextmanager
+def request_lines(stream: TextIO) -> Iterator[None]:
+    """Inside, the lines go to ``stream``, and nowhere else."""
+    handler = logging.StreamHandler(stream)
+    before = log.level, log.propagate
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before[0])
+        log.propagate = before[1]
 
 
 class RequestLog:
@@ -30,23 +50,28 @@ class RequestLog:
         rules: Rules,
         *,
         seconds: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
         new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
     ) -> None:
-        self._app, self._rules, self._seconds, self._new_id = app, rules, seconds, new_id
+        self._app, self._rules, self._new_id = app, rules, new_id
+        self._seconds, self._now = seconds, now
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else self._new_id()
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
-        names = [(name, request_id.encode()) for name in (b"x-request-id", b"request-id")]
         status, nbytes, began = 0, 0, self._seconds()
 
         async def note(message: Message) -> None:
             nonlocal status, nbytes
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), *names]}
+                own = [h for h in message.get("headers", ()) if h[0].lower() not in NAMES]
+                message = {
+                    **message,
+                    "headers": own + [(name, request_id.encode()) for name in NAMES],
+                }
             elif message["type"] == "http.response.body":
                 nbytes += len(message.get("body", b""))
             await send(message)
@@ -57,6 +82,7 @@ class RequestLog:
             rule = self._rules.find(scope)
             caller = state.get("caller")
             line = {
+                "at": datetime.fromtimestamp(self._now(), UTC).isoformat(timespec="milliseconds"),
                 "request_id": request_id,
                 "method": scope["method"],
                 # The path as it is may hold anything; a template holds nothing of the client's.

@@ -182,6 +182,8 @@ class Service:
         self.started = now()
         self.stopping = False
         self.ready = False  # the models that were asked for at the start are in memory
+        # Told of the end of each answer, and of each failure, by the model's name.
+        self.observe: Callable[[str, End | BaseException], None] | None = None
         self._adapt = adapt
         self._post: Post | None = None
         self._facts: dict[str, ModelFacts] = {}
@@ -241,6 +243,8 @@ class Service:
 
         def receive(item: Item) -> None:
             answering.take(item)
+            if self.observe is not None and isinstance(item, End | BaseException):
+                self.observe(model.name, item)
             if answering.ended and self._active.pop(number, None) is not None:
                 self._seconds += SMOOTHING * (time.monotonic() - began - self._seconds)
                 self._changed.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -124,6 +125,7 @@ def serve(models: tuple[str, ...], no_store: bool) -> None:
     from engine.http.connections import uvicorn_options
     from engine.http.levels import Rules
     from engine.http.lifecycle import Server, listen, url
+    from engine.http.requestlog import request_lines
     from engine.http.service import Limits, Service
     from engine.pool import Pool, PoolOptions
 
@@ -141,6 +143,7 @@ def serve(models: tuple[str, ...], no_store: bool) -> None:
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(spoken_log())
+        stack.enter_context(request_lines(sys.stderr))
         store = None if no_store else usable_store(values, ram=True)
         if store is not None:
             stack.callback(store.close)
