@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvdb.errors import UsageError
-from kvdb.explain import Explanation, explain_request
 from kvdb.report import sections, words
 from kvdb.report.blocks import age_and_heat, read_blocks
 from kvdb.report.history import History, Scope, read_history
 from kvdb.report.losses import read_evictions, read_wear
-from kvdb.report.misses import costliest_misses
+from kvdb.report.misses import costliest_misses, explainer
 from kvdb.report.page import Page, render
 from kvdb.report.sections import Section
 from kvdb.report.tree import Decoder, prefix_tree, read_beginnings
@@ -39,16 +37,9 @@ def make_report(store: Store, scope: Scope, decoder: Decoder = lambda _: None) -
     names = {namespace.id: sections.namespace_name(namespace) for namespace in namespaces}
     blocks = read_blocks(store.database, scope.namespace_id)
 
-    def explain(request_id: int, namespace_id: int | None) -> Explanation:
-        decode = None if namespace_id is None else decoder(namespace_id)
-        explanation = explain_request(store, request_id, decode)
-        if decode is None:  # token ids tell people nothing, and programs all
-            return replace(explanation, stored_text=None, prompt_text=None)
-        return explanation
-
     made: list[Section] = []
     if history is None:
-        made.append(Section("Requests", ["The history holds no request that fits."]))
+        made.append(sections.NO_REQUESTS)
     else:
         made.append(sections.tokens_section(history))
         made.append(sections.seconds_section(history))
@@ -63,7 +54,8 @@ def make_report(store: Store, scope: Scope, decoder: Decoder = lambda _: None) -
         made.append(sections.tree_section(tree, names, beginnings))
     made.append(sections.evictions_section(evicted))
     made.append(sections.wear_section(written))
-    made.append(sections.misses_section(costliest_misses(store.database, scope, explain), names))
+    misses = costliest_misses(store.database, scope, explainer(store, decoder))
+    made.append(sections.misses_section(misses, names))
     held = sum(namespace.live_blocks for namespace in namespaces)
     tiles = sections.head_tiles(history, held, used_bytes)
     return render(Page("What this store saves", _subtitle(store, scope, history), tiles, made))

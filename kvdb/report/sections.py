@@ -76,6 +76,9 @@ NAMESPACES = (
 )
 
 
+NO_REQUESTS = Section("Requests", ["The history holds no request that fits."])
+
+
 def read_namespaces(connection: Connection, scope: Scope) -> list[NamespaceSize]:
     rows = connection.execute(NAMESPACES, (scope.namespace_id,))
     return [NamespaceSize(*row) for row in rows]
