@@ -177,31 +177,33 @@ def live_document(live: Live) -> dict[str, Any]:
     return {
         "at": live.at_us / 1e6,
         "tiles": [{"value": tile.value, "meaning": tile.meaning} for tile in live.tiles],
-        "sections": [_section(section) for section in live.sections],
+        "sections": [_section(section, live.period_us) for section in live.sections],
     }
 
 
-def _section(section: Section) -> dict[str, Any]:
+def _section(section: Section, period_us: int) -> dict[str, Any]:
     return {
         "title": section.title,
         "sentences": [words.shown(sentence, 2000) for sentence in section.sentences],
-        "figure": section.figure and _bars(section.figure, section.described),
+        "figure": section.figure and _figure(section.figure, section.described, period_us),
+        "bars": [
+            {"name": words.shown(name), "value": value, "text": text}
+            for name, value, text in section.bars
+        ],
         "table": section.table and _table(section.table),
         "cards": [_card(card) for card in section.cards],
         "note": section.note,
     }
 
 
-def _bars(figure: Figure, described: str) -> dict[str, Any]:
+def _figure(figure: Figure, described: str, period_us: int) -> dict[str, Any]:
     """Stacked bars over time, without plotly's words for them."""
     layout, data = figure["layout"], figure["data"]
     return {
         "described": described,
         "unit": layout["yaxis"]["title"]["text"],
-        "from": layout["xaxis"]["range"][0],
-        "to": layout["xaxis"]["range"][1],
         "times": data[0]["x"],
-        "width_ms": data[0]["width"],
+        "period_ms": period_us / 1000,
         "series": [
             {"name": each["name"], "colour": each["marker"]["color"], "values": each["y"]}
             for each in data

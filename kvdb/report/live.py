@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from kvdb.driver import Database
 from kvdb.report import sections
-from kvdb.report.history import Scope, read_history
+from kvdb.report.history import HOUR_US, Scope, read_history
 from kvdb.report.misses import costliest_misses, explainer
 from kvdb.report.prefixes import parts_reached, shared_runs
-from kvdb.report.sections import NamespaceSize, Section, Table, Tile
+from kvdb.report.sections import NamespaceSize, Section, Tile
 from kvdb.report.tree import Decoder, read_beginnings
 
 if TYPE_CHECKING:
@@ -25,9 +25,10 @@ MOST_MISSES = 5
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """What is said now, and when that was (Unix µs)."""
+    """What is said now, and when that was (Unix µs); figures have a bar for ``period_us``."""
 
     at_us: int
+    period_us: int
     tiles: Sequence[Tile]
     sections: Sequence[Section]
 
@@ -45,15 +46,14 @@ def read_live(store: Store, scope: Scope, decoder: Decoder = lambda _: None) -> 
     if history is not None:
         made = [sections.tokens_section(history), sections.seconds_section(history)]
     capacity = sections.capacity_section(namespaces, used_bytes, store.limit.max_bytes)
-    rows = [(name, text) for name, _, text in sections.capacity_rows(namespaces)]
-    table = Table(("Namespace", "Holds"), rows) if rows else None
-    made.append(replace(capacity, figure=None, table=table))
+    made.append(replace(capacity, figure=None, bars=sections.capacity_rows(namespaces)))
     made.append(_prefixes(store.database, namespaces, names, decoder))
     misses = costliest_misses(store.database, scope, explainer(store, decoder), MOST_MISSES)
     made.append(sections.misses_section(misses, names))
     held = sum(each.live_blocks for each in namespaces)
     tiles = sections.head_tiles(history, held, used_bytes)
-    return Live(store.environment.now_us(), tiles, made)
+    period_us = HOUR_US if history is None else history.period_us
+    return Live(store.environment.now_us(), period_us, tiles, made)
 
 
 def _prefixes(

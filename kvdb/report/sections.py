@@ -40,7 +40,8 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """``figure`` needs ``described``: what it shows, for whoever cannot see it."""
+    """``figure`` needs ``described``: what it shows, for whoever cannot see it. ``bars`` are
+    (name, value, text at the bar), where they are not in the figure."""
 
     title: str
     sentences: Sequence[str]
@@ -49,6 +50,7 @@ class Section:
     table: Table | None = None
     cards: Sequence[Card] = ()
     note: str = ""
+    bars: Sequence[tuple[str, float, str]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +269,6 @@ def prefix_table(
         key=lambda run: (-run.hits * (run.end - run.start), run.start - run.end),
     )[:MOST_PREFIXES]
     columns: dict[str, list[str]] = {
-        "First block": [beginnings[run.number].hash[:12] for run in used],
         "Model": [names.get(run.namespace_id, "(gone)") for run in used],
         "Tokens": [f"{run.start:,} to {run.end:,}" for run in used],
         "Used": [f"{run.hits:,}×" for run in used],
@@ -277,8 +278,9 @@ def prefix_table(
     texts = [_beginning(run, beginnings) for run in used]
     if any(texts):  # else no tokenizer is known
         columns["Begins with"] = texts
+    columns["First block"] = [beginnings[run.number].hash[:12] for run in used]
     rows = [list(row) for row in zip(*columns.values(), strict=True)]
-    return Table(list(columns), rows, frozenset({2, 3})) if rows else None
+    return Table(list(columns), rows, frozenset({1, 2})) if rows else None
 
 
 def _beginning(run: Run, beginnings: Mapping[int, Beginning]) -> str:

@@ -1,14 +1,24 @@
-// Stacked bars over time, as SVG. Times are UTC.
+// Bars as SVG: stacked over time (times are UTC), and one that says how full something is.
 
 import { number } from "./common.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 220;
-const TOP = 8;
+const TOP = 26;
 const BELOW = 22;
 const LEFT = 56;
+// With fewer periods a bar would not look like one.
+const LEAST_PERIODS = 7;
 
 const time = (text) => Date.parse(text.includes(" ") ? `${text.replace(" ", "T")}Z` : `${text}T00:00Z`);
+
+/** How much `value` is of `most`. */
+export function meter(name, value, most) {
+  const share = most > 0 ? Math.min(value / most, 1) : 0;
+  const svg = node("svg", { class: "meter", role: "meter", "aria-label": name, "aria-valuenow": share });
+  svg.append(node("rect", { width: `${100 * share}%`, height: "100%", rx: 4 }));
+  return svg;
+}
 
 /** A figure that draws itself again when its width changes. */
 export function bars(figure) {
@@ -36,7 +46,9 @@ function draw(svg, figure, width) {
   if (!width) return;
   svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
   const starts = figure.times.map(time);
-  const [from, to] = [time(figure.from), time(figure.to)];
+  const period = figure.period_ms;
+  const from = starts[0];
+  const to = Math.max(starts.at(-1) + period, from + LEAST_PERIODS * period);
   const above = starts.map((_, i) => sum(figure.series, i, (value) => value > 0));
   const under = starts.map((_, i) => sum(figure.series, i, (value) => value < 0));
   const step = niceStep(Math.max(...above) - Math.min(0, ...under));
@@ -45,7 +57,7 @@ function draw(svg, figure, width) {
   const x = (at) => LEFT + ((at - from) / (to - from)) * (width - LEFT - 4);
   const y = (value) => TOP + ((high - value) / (high - low)) * (HEIGHT - TOP - BELOW);
 
-  const parts = [];
+  const parts = [text(figure.unit, { x: 0, y: 12 })];
   for (let value = low; value <= high + step / 2; value += step) {
     parts.push(node("line", { class: value ? "grid" : "zero", x1: LEFT, x2: width, y1: y(value), y2: y(value) }));
     parts.push(text(short(value), { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }));
@@ -58,7 +70,7 @@ function draw(svg, figure, width) {
       ends[way] = end;
       const bar = node("rect", {
         x: x(start),
-        width: Math.max(1, x(start + figure.width_ms) - x(start)),
+        width: Math.max(1, 0.85 * (x(start + period) - x(start))),
         y: Math.min(y(base), y(end)),
         height: Math.abs(y(base) - y(end)),
         fill: colour,
@@ -69,18 +81,19 @@ function draw(svg, figure, width) {
       parts.push(bar);
     }
   });
-  parts.push(...timeLabels(from, to, x, width));
+  parts.push(...timeLabels(from, to, period, x));
   svg.replaceChildren(...parts);
 }
 
-function timeLabels(from, to, x, width) {
-  const days = (to - from) / 86_400_000;
-  const most = Math.max(2, Math.floor((width - LEFT) / 90));
+/** Every so many periods one label, under where its bar begins. */
+function timeLabels(from, to, period, x) {
+  const hours = period < 86_400_000;
+  const room = hours ? 100 : 60;
+  const every = Math.ceil(room / (x(from + period) - x(from)));
   const labels = [];
-  for (let i = 0; i < most; i++) {
-    const at = from + ((to - from) * i) / most;
-    const whole = new Date(Math.round(at / 3_600_000) * 3_600_000).toISOString();
-    const shown = days > 5 ? whole.slice(5, 10) : `${whole.slice(5, 10)} ${whole.slice(11, 16)}`;
+  for (let at = from; at < to && x(at) + room / 2 < x(to); at += every * period) {
+    const iso = new Date(at).toISOString();
+    const shown = hours ? `${iso.slice(5, 10)} ${iso.slice(11, 16)}` : iso.slice(5, 10);
     labels.push(text(shown, { x: x(at), y: HEIGHT - 6 }));
   }
   return labels;

@@ -90,7 +90,8 @@ function told(usage, seconds) {
   const generated = usage.completion_tokens;
   const rate = seconds.first && generated > 1 ? (generated - 1) / (seconds.all - seconds.first) : null;
   parts.push(`${number(generated)} tokens` + (rate && Number.isFinite(rate) ? ` at ${rate.toPrecision(2)}/s` : ""));
-  return parts.join(" · ");
+  const [cache, ...rest] = parts;
+  return [cache, ...rest.map((part) => part.replaceAll(" ", "\u00a0"))].join(" · ");
 }
 
 /** The events of the answer, and how far the prefill is: the server says that in comments. */

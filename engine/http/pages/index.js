@@ -1,6 +1,6 @@
 // The overview: asks the server again and again, and shows what changed.
 
-import { bars } from "./bars.js";
+import { bars, meter } from "./bars.js";
 import { NeedsKey, ask, byId, bytes, duration, foreign, make, number, open, plural, problem } from "./common.js";
 
 const BUSY_MS = 500;
@@ -95,8 +95,8 @@ function showMemory({ held, ceiling, ram, ram_budget }) {
   const gauges = [["Memory of the server", held, ceiling], ["RAM for blocks", ram, ram_budget]];
   byId("memory").replaceChildren(...gauges.map(([name, used, most]) => {
     const text = bytes(used) + (most ? ` of ${bytes(most)}` : "");
-    const gauge = most ? make("meter", { min: 0, max: most, value: Math.min(used, most), "aria-label": name }) : null;
-    return make("li", {}, make("strong", {}, name), make("span", { class: "facts" }, text), gauge);
+    return make("li", {}, make("strong", {}, name), make("span", { class: "facts" }, text),
+      most ? meter(name, used, most) : null);
   }));
 }
 
@@ -111,14 +111,19 @@ function showFigures(figures) {
   byId("sections").replaceChildren(...figures.sections.map(section));
 }
 
-function section({ title, sentences, figure, table, cards, note }) {
+function section({ title, sentences, figure, bars: levels, table, cards, note }) {
   return make("section", {}, make("h2", {}, title),
     ...sentences.map((sentence) => make("p", {}, sentence)),
     figure && bars(figure),
+    levels.length ? make("ul", { class: "levels" }, ...levels.map(level(levels[0].value))) : null,
     table && tableOf(table),
     cards.length ? make("ol", { class: "cards" }, ...cards.map(card)) : null,
     note ? make("p", { class: "note" }, note) : null);
 }
+
+/** A line with its bar; `most` is what a whole bar stands for. */
+const level = (most) => ({ name, value, text }) =>
+  make("li", {}, foreign(name), make("span", { class: "facts" }, text), meter(name, value, most));
 
 function tableOf({ headers, rows, numbers }) {
   const kind = (i) => (numbers.includes(i) ? { class: "number" } : {});
