@@ -7,7 +7,7 @@ BIN := .venv/bin
 help:
 	@echo "make demo   the demo on a small real model (pulled on the first run)"
 	@echo "make test   everything that must hold before a change lands"
-	@echo "make torture  the long forms of the crash tests, resumable (KVDB_TORTURE_DIR)"
+	@echo "make torture  the long forms of the crash and load tests, the former resumable (KVDB_TORTURE_DIR)"
 	@echo "make clean  remove .venv and what tools left behind"
 
 demo: .venv/.installed
@@ -33,7 +33,7 @@ unit: .venv/.dev
 	$(BIN)/pytest -q
 
 torture: .venv/.dev
-	$(BIN)/pytest -q -s -m torture tests/crash
+	$(BIN)/pytest -q -s -m torture tests/crash tests/engine
 
 .venv/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

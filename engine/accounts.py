@@ -64,11 +64,20 @@ class Accounts:
         self._skip, self._covered = steps.skip, steps.start
         if ends:
             self.restored, self.masked, self._skip = steps.start, 0, "full"
+            self.unmasked = None
         if self.match is not None:
             used = [self.match.blocks[index].id for index in steps.reads]
             if steps.shared and self.match.shared is not None:
                 used.append(self.match.shared.block.id)
             self._touched = tuple(used)
+
+    def set_up(self, ms: float) -> None:
+        """The caches stand ready: what is restored took this long. Where nothing was, that is a
+        part of computing the prompt."""
+        if self.restored or self.bytes_read or self.bytes_ram:
+            self.restore_ms = ms
+        else:
+            self.prefill_ms = ms
 
     def have_logits(self, *, stored: bool = False) -> None:
         """The first token can be sampled now."""

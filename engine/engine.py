@@ -185,6 +185,11 @@ class Engine:
         """What of its model can be used on any thread."""
         return self._facts
 
+    @property
+    def closed(self) -> bool:
+        """It takes no requests any more: it was closed, or ended by a defect."""
+        return self._inbox.closed.is_set()
+
     def load(self) -> Load:
         """What the engine had to do after its last step, and the memory it took."""
         return self._state.load

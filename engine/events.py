@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from engine.guide import Guide
 from kvdb.errors import UsageError
+from kvdb.sequences import MAX_TTL_SECONDS
 
 Reuse = Literal["max", "exact"]
 Skip = Literal["full", "refill", "partial", "approximate", "none"]
@@ -18,6 +19,20 @@ MAX_ANSWERS = 128
 # Takes the tokens of the answer so far, and logits: an MLX array ``(1, vocabulary)``. Gives other
 # logits. It runs on the engine's thread, for every token.
 LogitsProcessor = Callable[[Sequence[int], Any], Any]
+MOST_BIAS = 1e30
+
+
+def _is_text(value: object) -> bool:
+    """Text that can be stored: JSON may also hold halves of characters."""
+    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < MOST_BIAS
+
+
+def _is_bias(value: object) -> bool:
+    return _is_finite(value) or value == float("-inf")  # never that token
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +60,10 @@ class Sampling:
             ("min_p", 0 <= self.min_p <= 1),
             ("top_k", self.top_k >= 0),
             ("repetition_penalty", self.repetition_penalty is None or self.repetition_penalty > 0),
-            ("repetition_context", self.repetition_context > 0),
+            ("repetition_context", 0 < self.repetition_context < 1 << 31),
+            ("presence_penalty", _is_finite(self.presence_penalty or 0)),
+            ("frequency_penalty", _is_finite(self.frequency_penalty or 0)),
+            ("logit_bias", all(map(_is_bias, (self.logit_bias or {}).values()))),
             ("seed", self.seed is None or type(self.seed) is int),
         )
         for name, good in checks:
@@ -64,6 +82,9 @@ class Request:
     ``store`` say whether stored state is used, and whether new state is kept. ``boundaries`` are
     numbers of tokens after which another request may go on differently, as after the last message
     before the answer: recurrent layers keep a state there.
+
+    ``remember``: the tokens of the answer to a chat are kept, so that a later chat that repeats it
+    as text gets the very tokens whose state is stored (engine/prompt/memory.py).
 
     ``salt`` gives it a key space of its own. ``ttl_seconds`` holds its state in the store for that
     long, as far as its tenant may hold more. ``priority`` batch waits for interactive ones, and
@@ -96,6 +117,7 @@ class Request:
     reuse: Reuse = "max"
     read: bool = True
     store: bool = True
+    remember: bool = True
     boundaries: tuple[int, ...] = ()
     tenant: str = ""
     client: str = ""
@@ -131,8 +153,10 @@ class Request:
             raise UsageError(f"priority must be 'interactive' or 'batch', not {self.priority!r}.")
         if self.deadline_ms is not None and not self.deadline_ms > 0:
             raise UsageError(f"deadline_ms must be above 0, not {self.deadline_ms}.")
-        if self.ttl_seconds is not None and not 0 < self.ttl_seconds < float("inf"):
-            raise UsageError(f"ttl_seconds must be above 0, not {self.ttl_seconds}.")
+        if self.ttl_seconds is not None and not 0 < self.ttl_seconds < MAX_TTL_SECONDS:
+            raise UsageError(f"ttl_seconds must be above 0, and not {self.ttl_seconds}.")
+        if not (_is_text(self.tenant) and _is_text(self.client)):
+            raise UsageError("tenant and client must be text.")
         if type(self.n) is not int or not 1 <= self.n <= MAX_ANSWERS:
             raise UsageError(f"n must be from 1 to {MAX_ANSWERS}, not {self.n!r}.")
         if not isinstance(self.salt, bytes):

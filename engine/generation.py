@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Generator, Iterator
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -22,29 +21,26 @@ from engine.boundaries import NO_BOUNDARIES, boundaries
 from engine.events import End, Event, FinishReason, Progress, Request, Stats, Token
 from engine.live import LiveState
 from engine.logits import Row
+from engine.lookup import Lookup
 from engine.masking import masked
 from engine.measuring import KL_TOKENS, exact_request, measure
-from engine.plan import Compute, Jump, Plan, Refill, plan
+from engine.plan import Compute, Jump, Plan, Refill
 from engine.prefill import Prefill
-from engine.prompt.encode import Prompt, encode
+from engine.prompt.encode import Prompt
 from engine.recorder import Recorder
-from engine.restore import Buffers, capacity_for, logits_array, logits_bytes
+from engine.restore import Buffers, capacity_for, logits_bytes
 from engine.sampling import Choice, Chooser, top_logprobs
 from engine.text import Output
 from engine.turns import Cancelled, Forward, PromptEnd, StateLost, Turn, Wait
 from kvdb.identity import Tokens, as_tokens, chain_hashes
-from kvdb.segments import last_question
 
 if TYPE_CHECKING:
     from engine.storage import Storage
     from engine.worker import Worker
-    from kvdb.match import Match
-    from kvdb.sequences import Lease
 
 # mlx-lm gives freed buffers back this often while decoding.
 CLEAR_EVERY = 256
 CUT_SHORT = ("cancelled", "deadline")
-UNMASKED = "too much is missing, or it is in the first block or the last message"
 
 
 class Generation:
@@ -63,12 +59,10 @@ class Generation:
         self._took = Accounts(load_ms, warmup_ms)
         self._worker = worker
         self._request = request
-        self._index = index
+        self.index = index
         loaded = worker.loaded
         if given is None:
-            given = encode(
-                request, loaded.prompts, loaded.context, worker.vocabulary, loaded=loaded.tokenizer
-            )
+            given = worker.encode(request)
         self.given, self._prompt = given, given.tokens
         self._room = self._generation_room(loaded.context)
         own = [make() for make in request.processors]
@@ -79,7 +73,7 @@ class Generation:
         self._storage: Storage | None = None
         if request.read or request.store:
             self._storage = worker.storage_for(request.salt, request.tenant)
-        self._lease: Lease | None = None
+        self._lookup = Lookup(worker, self._storage, request, given, self._took)
         self._recorder: Recorder | None = None
         self._live: LiveState | None = None
         self._shared: mx.array | None = None  # logits of a prompt that another request computed
@@ -88,6 +82,7 @@ class Generation:
         self._buffers: Buffers | None = None
         self._boundaries = NO_BOUNDARIES
         self._generated: list[int] = []
+        self._said: list[str] = []  # the text of the answer
         self._last_start = 0  # where the forward began that gave the prompt's logits
         self._at = 0  # where prefilling has come to
         self._fed = 0  # generated tokens whose state is, or is about to be, in the caches
@@ -132,7 +127,7 @@ class Generation:
 
     def others(self) -> list[Generation]:
         """The further answers that the request asks for; each waits for :meth:`share`."""
-        count = self._request.n if self._index == 0 else 1
+        count = self._request.n if self.index == 0 else 1
         return [
             Generation(self._worker, self._request, index=index, given=self.given)
             for index in range(1, count)
@@ -151,11 +146,9 @@ class Generation:
         other._alone = self._alone
         if self._live is not None:
             other._live = self._live.forked()
-        if other._storage is not None and self._lease is not None:
-            other._lease = other._storage.fork(self._lease, other._request.tenant)
+        self._lookup.fork(other._lookup)
         if self._recorder is not None and other._live is not None:
-            running = None if other._lease is None else other._lease.sequence
-            other._recorder = self._recorder.forked(other._live, running)
+            other._recorder = self._recorder.forked(other._live, other._lookup.running)
 
     def events(self) -> Generator[Event | Turn, Row, None]:
         """Run to the end. The lease is released whatever happens."""
@@ -170,23 +163,25 @@ class Generation:
                 self._finish = cancelled.reason
                 self._keep_cut_short()
             self._keep_generated(final=True)
+            if self._live is not None:  # it may be a row of a batch that goes on without it
+                self._live.seat.lose()
             yield from self._hold()
             yield from self._measure()
         finally:
             self.release()
-        stats = self._stats()
+        stats, rest = self._stats(), self._output.rest()
+        self._said.append(rest)
         self._record(stats)
-        yield End(self._finish or "length", self._output.rest(), stats, self._index)
+        yield End(self._finish or "length", rest, stats, self.index)
 
     def release(self) -> None:
         """Let go of what is held in the store. Idempotent."""
-        if self._storage is not None:
-            self._storage.release(self._lease)
+        self._lookup.release()
 
     def never(self, reason: FinishReason) -> End:
         """The end of a request that never began."""
         self._took.begin()
-        return End(reason, "", self._stats(), self._index)
+        return End(reason, "", self._stats(), self.index)
 
     def _answer(self) -> Generator[Event | Turn, Row, None]:
         if self._shared is None:
@@ -239,50 +234,14 @@ class Generation:
     def _look_up(self) -> Generator[Turn, Row, tuple[Plan, mx.array | None]]:
         """What to do, and the stored logits that the answer begins from, if it does."""
         began = time.perf_counter()
-        if self._storage is not None and self._request.read:
-            # What earlier requests left in the writer's queue is part of the store.
-            yield Wait(self._storage.written(self._prompt))
-            self._lease = self._storage.lease(
-                self._prompt, self._request.reuse, self._request.tenant
-            )
-            self._took.match = None if self._lease is None else self._lease.match
-        steps, logits = self._plan(), None
+        yield from self._lookup.find()
+        steps, logits = self._lookup.plan(), None
         if steps.stored_logits:
-            logits = self._stored_logits()
+            logits = self._lookup.stored_logits()
             if logits is None:
-                steps = self._plan(logits_ok=False)
+                steps = self._lookup.plan(logits_ok=False)
         self._took.lookup_ms = since(began)
         return steps, logits
-
-    def _plan(self, **without: Any) -> Plan:
-        found = None if self._lease is None else self._lease.match
-        needs = self._worker.needs
-        steps = plan(
-            found,
-            len(self._prompt),
-            self._request.reuse,
-            needs,
-            maskable=self._maskable,
-            **without,
-        )
-        if self._request.approximate and steps.refilled and not steps.masked:
-            self._took.unmasked = self._worker.unmaskable or UNMASKED
-        return steps
-
-    @cached_property
-    def _maskable(self) -> int:
-        """Up to which token holes may be masked."""
-        if not self._request.approximate or self._worker.unmaskable is not None:
-            return 0
-        return last_question(self.given.segments())
-
-    def _stored_logits(self) -> mx.array | None:
-        layout = self._worker.layout
-        location = None if self._lease is None else self._lease.match.logits
-        if self._storage is None or location is None or layout is None or layout.logits is None:
-            return None
-        raw = self._storage.read_part(location)
-        return None if raw is None else logits_array(raw, layout.logits)
 
     def _restore(self, steps: Plan) -> tuple[Plan, LiveState]:
         """Read what the plan restores; what cannot be read makes another plan, the request goes
@@ -294,8 +253,8 @@ class Generation:
             self._took.settle(steps)
             return steps, self._live
         self._buffers = worker.buffers(layout, capacity_for(len(self._prompt), self._room))
-        if self._storage is not None and self._lease is not None:
-            steps = self._read(steps, self._buffers, self._storage, self._lease.match)
+        # Stored logits that could not be read before cannot be now.
+        steps = self._lookup.read(steps, self._buffers, logits_ok=bool(self._generated))
         caches = worker.new_caches()
         self._live = self._buffers.live(masked(caches, steps.masks) if steps.masks else caches)
         self._took.settle(steps)
@@ -305,17 +264,18 @@ class Generation:
         prompt = len(self._prompt)
         messages = self._message_ends() if layout.states and steps.start < prompt else ()
         self._boundaries = boundaries(layout, worker.block_tokens, prompt, messages, exact=exact)
-        self._took.restore_ms = since(began)
+        self._took.set_up(since(began))
         # What is computed over masked blocks is no function of the prefix: it is never stored.
         if self._storage is not None and self._request.store and not steps.masks:
-            known = {self._lease.match.blocks[i].end for i in steps.reads} if self._lease else set()
+            match = self._lookup.match
+            known = set() if match is None else {match.blocks[i].end for i in steps.reads}
             self._recorder = Recorder(
                 self._storage,
                 self._live,
                 self._boundaries,
                 known,
                 exact=exact,
-                running=None if self._lease is None else self._lease.sequence,
+                running=self._lookup.running,
             )
         return steps, self._live
 
@@ -325,21 +285,6 @@ class Generation:
         parts = self.given.segments() if self._request.messages else []
         ends = [part.end for part in parts if part.kind in ("system", "message")]
         return (*self._request.boundaries, *ends[-1:])
-
-    def _read(self, steps: Plan, buffers: Buffers, storage: Storage, match: Match) -> Plan:
-        """Read until a plan has all that it needs: each failure makes one that needs less."""
-        lost: frozenset[tuple[int, str]] = frozenset()
-        shared_ok = True
-        while (read := buffers.fetch(storage, steps, match)) is not None:
-            self._took.bytes_read += read.nbytes
-            self._took.bytes_ram += read.ram_nbytes
-            if not read.lost and read.shared_ok:
-                break
-            self._took.damaged = True
-            lost, shared_ok = lost | read.lost, shared_ok and read.shared_ok
-            # Stored logits that could not be read before cannot be now.
-            steps = self._plan(lost=lost, shared_ok=shared_ok, logits_ok=bool(self._generated))
-        return steps
 
     # -- computing the prompt ----------------------------------------------------------------
 
@@ -371,7 +316,7 @@ class Generation:
                     logits = prefill.last(self._last_start, part.end)
                     self._took.computed += part.end - self._last_start
         finally:
-            self._took.prefill_ms = since(began)
+            self._took.prefill_ms += since(began)
             self._took.have_logits()
         live.seek(len(self._prompt))
         return logits
@@ -416,10 +361,11 @@ class Generation:
         self._took.token()
         self._generated.append(token)
         text, self._finish = self._output.feed(token)
+        self._said.append(text)
         if self._request.logprobs is None:
-            return Token(token, text, index=self._index)
+            return Token(token, text, index=self.index)
         logprob, best = top_logprobs(choice, self._request.logprobs)
-        return Token(token, text, logprob, best, self._index)
+        return Token(token, text, logprob, best, self.index)
 
     def _decode(self, first: Choice, live: LiveState) -> Generator[Event | Turn, Row, None]:
         """Generate after the first token. The next forward is under way while a token is handed
@@ -534,6 +480,7 @@ class Generation:
             ),
             () if self._recorder is None else self._recorder.tickets,
             self.given.segments,
+            self._worker.remember(self._request, self.given, self._generated, "".join(self._said)),
         )
 
     def _tip_hash(self) -> bytes | None:

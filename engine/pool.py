@@ -19,7 +19,7 @@ from engine.engine import Engine, EngineClosed, Handle, Sink
 from engine.events import End, Event, Request
 from engine.models import ModelFacts, ModelOptions, weight_bytes
 from engine.options import EngineOptions
-from kvdb.errors import KvdbError, OutOfMemory
+from kvdb.errors import Busy, OutOfMemory
 
 if TYPE_CHECKING:
     from kvdb.store import Store
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 DEFAULT_WAIT_SECONDS = 60.0
 
 
-class ModelBusy(KvdbError):
+class ModelBusy(Busy):
     """A model cannot be loaded now: those that are loaded are all at work."""
 
 
@@ -101,6 +101,8 @@ class Pool:
         self._changed = threading.Condition()
         self._closed = False
         self._reaper: threading.Thread | None = None
+        self._leaving = 0  # models that are being unloaded
+        self.guard.when_short(self._unload_one)
 
     def generate(self, model: str, request: Request) -> Iterator[Event]:
         """The events of a request to ``model``, which stays loaded until they end or are closed.
@@ -177,8 +179,8 @@ class Pool:
             slot = self._slots.get(model)
             if slot is None or slot.engine is None or slot.users:
                 return False
-            engine, slot.engine = slot.engine, None
-        self._unload(model, engine)
+            engine = self._take_out(slot, slot.engine)
+        self._unload(model, slot, engine)
         return True
 
     def expire(self) -> None:
@@ -208,6 +210,8 @@ class Pool:
             self._changed.notify_all()
         for engine in engines:
             engine.close()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._leaving)
         if self._reaper is not None:
             self._reaper.join()
 
@@ -232,6 +236,9 @@ class Pool:
         slot = self._slots.get(name)
         if slot is None or slot.engine is None:
             return None
+        if slot.engine.closed:  # it met a defect: another one takes its place
+            self._begin_unload(name, slot, slot.engine)
+            return None
         slot.users += 1
         return slot, slot.engine
 
@@ -252,7 +259,7 @@ class Pool:
                 if found := self._use(name):
                     return found
                 if name not in self._slots:  # else it is being loaded, or unloaded
-                    if self._has_room(nbytes):
+                    if self._take_room(nbytes):
                         slot = self._slots[name] = _Slot(settings, nbytes, settings.pinned)
                         break
                     if not self._slots:
@@ -264,14 +271,15 @@ class Pool:
             self.unload(victim)
         return self._load(name, slot)
 
-    def _has_room(self, nbytes: int) -> bool:
-        """With the lock held: whether a model of so many bytes may be loaded beside the others."""
+    def _take_room(self, nbytes: int) -> bool:
+        """With the lock held: keep room for a model of so many bytes, if there is any beside the
+        others."""
         options = self._options
         held = sum(slot.nbytes for slot in self._slots.values())
         return (
             (options.max_models is None or len(self._slots) < options.max_models)
             and (options.max_bytes is None or held + nbytes <= options.max_bytes)
-            and self.guard.room(nbytes) >= nbytes
+            and self.guard.expect(nbytes)  # last: it keeps the room
         )
 
     def _idle(self) -> str | None:
@@ -299,10 +307,12 @@ class Pool:
                 guard=self.guard,
             )
         except BaseException:
+            self.guard.arrived(slot.nbytes, loaded=False)
             with self._changed:
                 self._slots.pop(name, None)
                 self._changed.notify_all()
             raise
+        self.guard.arrived(slot.nbytes, loaded=True)
         with self._changed:
             slot.engine, slot.users, slot.used_at = engine, 1, self._seconds()
             closed = self._closed
@@ -321,17 +331,47 @@ class Pool:
             slot.used_at = self._seconds()
             self._changed.notify_all()
 
-    def _unload(self, name: str, engine: Engine) -> None:
-        engine.close()
-        del engine
-        gc.collect()  # layers and their modules refer to each other
+    def _unload_one(self) -> bool:
+        """Begin to unload the model that was not used for longest; False where none may go. On a
+        thread of its own: an engine's must not wait for another's."""
+        with self._changed:
+            victim = self._idle()
+            if self._leaving or victim is None:
+                return self._leaving > 0
+            slot = self._slots[victim]
+            if slot.engine is not None:
+                self._begin_unload(victim, slot, slot.engine)
+            return True
+
+    def _begin_unload(self, name: str, slot: _Slot, engine: Engine) -> None:
+        """With the lock held."""
+        threading.Thread(
+            target=self._unload,
+            name="kvdb-unload",
+            daemon=True,
+            args=(name, slot, self._take_out(slot, engine)),
+        ).start()
+
+    def _take_out(self, slot: _Slot, engine: Engine) -> Engine:
+        """With the lock held: nobody finds the engine any more; to be followed by _unload."""
+        slot.engine = None
+        self._leaving += 1
+        return engine
+
+    def _unload(self, name: str, slot: _Slot, engine: Engine) -> None:
         from engine.memory import release_memory
 
-        release_memory()
-        self.guard.settle()
-        with self._changed:
-            self._slots.pop(name, None)
-            self._changed.notify_all()
+        try:
+            engine.close()
+            del engine
+            gc.collect()  # layers and their modules refer to each other
+            release_memory()
+            self.guard.left(slot.nbytes)
+        finally:
+            with self._changed:
+                self._slots.pop(name, None)
+                self._leaving -= 1
+                self._changed.notify_all()
 
     def _left(self, slot: _Slot, now: float) -> float:
         """Seconds until a slot's TTL ends; endless while it is used, pinned or has none."""

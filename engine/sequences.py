@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.events import End, Request
-from engine.prompt.encode import encode
 from kvdb.errors import KvdbError, StoreUnavailable, UsageError
 from kvdb.identity import Tokens, chain_hashes
 
@@ -153,10 +152,7 @@ def _compute(engine: Engine, store: Store, request: Request) -> tuple[Prefix, in
 
 def _lasting(worker: Worker, request: Request) -> Tokens:
     """The tokens of a prompt without the template's invitation to answer."""
-    loaded = worker.loaded
-    prompt = encode(
-        request, loaded.prompts, loaded.context, worker.vocabulary, loaded=loaded.tokenizer
-    )
+    prompt = worker.encode(request)
     ends = [segment.end for segment in prompt.segments() if segment.kind in LASTING]
     return prompt.tokens[: ends[-1]] if ends else prompt.tokens
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from kvdb.segments import Segment
 from kvdb.writer import Payload, Ticket
 
 if TYPE_CHECKING:
+    from kvdb.answers import Answer
     from kvdb.builds import Build
     from kvdb.match import Match, Namespace, PartRef
     from kvdb.reader import Location
@@ -124,13 +126,15 @@ class Storage:
         return replace(lease, sequence=forked)
 
     def hold(self, tip_hash: bytes, ttl_seconds: float, tenant: str) -> bool:
-        """Hold a chain for some time, anew where it is held already; False where the tenant may
-        hold no more, or the chain is gone."""
-        name = f"ttl:{self.namespace.id}:{tip_hash.hex()}"
+        """Hold a chain for some time at least; False where the tenant may hold no more, or the
+        chain is gone. What one tenant holds is none of another's."""
+        who = hashlib.sha256(tenant.encode()).hexdigest()[:16]
+        name = f"ttl:{self.namespace.id}:{tip_hash.hex()}:{who}"
 
         def hold() -> bool:
             with contextlib.suppress(StoreMissing):
-                self.store.find_sequence(name).drop()
+                self.store.find_sequence(name).renew(ttl_seconds)
+                return True
             try:
                 self.store.sequence(
                     self.namespace, tip_hash, name=name, ttl_seconds=ttl_seconds, tenant=tenant
@@ -180,7 +184,7 @@ class Storage:
     ) -> Ticket | None:
         """Hand blocks to the background writer; None where it takes none."""
         if self.store.read_only:
-            self._say("the store is read-only: nothing new is stored")
+            self._say("read-only", "the store is read-only: nothing new is stored")
             return None
         ticket = self._try(
             lambda: self.store.put(
@@ -205,9 +209,15 @@ class Storage:
         record: RequestRecord,
         tickets: Sequence[Ticket],
         segments: Callable[[], Sequence[Segment]],
+        answer: Answer | None = None,
     ) -> None:
         if not self.store.read_only:
-            self._try(lambda: self.store.record(record, tickets, segments), None)
+            self._try(lambda: self.store.record(record, tickets, segments, answer), None)
+
+    def answers(self, keys: Sequence[bytes]) -> Mapping[bytes, Sequence[Tokens]]:
+        """See :meth:`kvdb.store.Store.answers`."""
+        nothing: Mapping[bytes, Sequence[Tokens]] = {}
+        return self._try(lambda: self.store.answers(keys), nothing)
 
     def _try(self, action: Callable[[], T], otherwise: T) -> T:
         try:
@@ -217,9 +227,10 @@ class Storage:
             return otherwise
 
     def _say_failed(self, error: KvdbError) -> None:
-        self._say(f"the store failed, going on without it: {type(error).__name__}: {error}")
+        kind = type(error).__name__
+        self._say(kind, f"the store failed, going on without it: {kind}: {error}")
 
-    def _say(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
+    def _say(self, kind: str, message: str) -> None:
+        if kind not in self._said:  # messages may differ by a number, without end
+            self._said.add(kind)
             log.warning("%s", message)

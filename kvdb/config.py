@@ -239,6 +239,7 @@ _SERVING = (
         "serve.header_seconds", _number(0.1), _always(10.0), "for a client to send its headers"
     ),
     Setting("serve.body_seconds", _number(0.1), _always(60.0), "for a client to send its body"),
+    Setting("serve.max_connections", _counted(1), _always(512), "connections at once"),
     Setting(
         "serve.request_seconds", _optional(_number(0.1)), _nothing, "longest time of a request"
     ),

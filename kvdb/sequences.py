@@ -64,6 +64,8 @@ WITH RECURSIVE held (id) AS (
 )
 SELECT coalesce(sum(p.nbytes), 0) FROM held JOIN parts AS p ON p.block_id = held.id
 """
+# One without a time to end stays so.
+RENEW_SEQUENCE = "UPDATE sequences SET expires_at = max(expires_at, ?) WHERE id = ? RETURNING id"
 # Pins, names and TTLs may hold this share of a tenant's quota: the rest stays a cache.
 HOLDABLE = 0.5
 MAX_TTL_SECONDS = 1e11
@@ -186,6 +188,15 @@ class Sequence:
             ]
         return joined
 
+    def renew(self, ttl_seconds: float) -> None:
+        """Last at least so long from now on. Raises StoreMissing once dropped, UsageError for a
+        time that is none."""
+        expires = _expiry(self._store, ttl_seconds)
+        with self._store.database.write() as connection:
+            row = connection.execute(RENEW_SEQUENCE, (expires, self.id)).fetchone()
+        if row is None:
+            raise StoreMissing(f"The sequence {self.name or self.id} was dropped.")
+
     def drop(self) -> None:
         """Let go of the chain. Blocks stay until they are evicted. Quiet when done before."""
         with self._store.database.write() as connection:
@@ -226,12 +237,10 @@ def create_sequence(
     owner: int | None,
 ) -> Sequence:
     """See :meth:`kvdb.store.Store.sequence`; ``owner`` is the process row of an unnamed one."""
-    if ttl_seconds is not None and not 0 <= ttl_seconds < MAX_TTL_SECONDS:
-        raise UsageError(f"A sequence cannot last {ttl_seconds} seconds.")
+    expires = None if ttl_seconds is None else _expiry(store, ttl_seconds)
     if name is not None and not (name and name.isprintable()):
         raise UsageError("A sequence's name must be printable text.")
     now = store.environment.now_us()
-    expires = None if ttl_seconds is None else now + int(ttl_seconds * 1_000_000)
     with store.database.write() as connection:
         holding.drop_expired(connection, now)
         tip = None
@@ -280,6 +289,12 @@ def named_sequences(store: Store, tenant: str, name: str | None = None) -> list[
     with store.database.read() as connection:
         rows = connection.execute(NAMED_SEQUENCES, (tenant, name, store.environment.now_us()))
         return [NamedSequence(*row) for row in rows]
+
+
+def _expiry(store: Store, ttl_seconds: float) -> int:
+    if not 0 <= ttl_seconds < MAX_TTL_SECONDS:
+        raise UsageError(f"A sequence cannot last {ttl_seconds} seconds.")
+    return store.environment.now_us() + int(ttl_seconds * 1_000_000)
 
 
 def request_tip(store: Store, request_id: int) -> tuple[Namespace, bytes]:

@@ -21,3 +21,22 @@ CREATE TABLE keys (
 
 -- NULL where it was not measured.
 ALTER TABLE requests ADD COLUMN kl REAL;
+
+-- -- token memory --------------------------------------------------------------------------------
+
+-- Token ids of answers, little-endian, for the prompts that go on from them (kvdb/answers.py).
+CREATE TABLE answers (
+    id         INTEGER PRIMARY KEY AUTOINCREMENT,
+    key        BLOB NOT NULL CHECK (length(key) = 32),
+    tokens     BLOB NOT NULL CHECK (length(tokens) > 0 AND length(tokens) % 4 = 0),
+    created_at INTEGER NOT NULL
+) STRICT;
+CREATE INDEX answers_by_key ON answers (key);
+INSERT INTO counters (name, value) VALUES ('answer_bytes', 0);
+-- A row takes about 128 bytes beside its tokens.
+CREATE TRIGGER answers_added AFTER INSERT ON answers BEGIN
+    UPDATE counters SET value = value + length(new.tokens) + 128 WHERE name = 'answer_bytes';
+END;
+CREATE TRIGGER answers_removed AFTER DELETE ON answers BEGIN
+    UPDATE counters SET value = value - length(old.tokens) - 128 WHERE name = 'answer_bytes';
+END;

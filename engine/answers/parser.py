@@ -1,9 +1,10 @@
 """An incremental parser of answers: text as it is generated, to pieces.
 
 What comes out does not depend on how the text is cut: a mark counts when it stands where nothing
-longer, begun earlier, can still become one. Whitespace around tool calls, and newlines beside the
-marks of reasoning, belong to the marks, since chat templates write their own there; everything
-else comes out, of a malformed or unfinished call its marks too.
+longer, begun earlier, can still become one. Some whitespace belongs to the marks, since chat
+templates write it themselves when the message comes back: newlines beside those of reasoning, one
+before a tool call, any between and behind calls. Everything else comes out, of a malformed or
+unfinished call its marks too.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class AnswerParser:
         self._calls = 0
         self._dropping = NEWLINES if in_reasoning else ""  # at the start of what comes next
         self._space = ""  # held back: it goes where a mark follows
+        self._spoke = False  # text that a call may follow
         self._header = ""
 
     @property
@@ -155,7 +157,7 @@ class AnswerParser:
             held = self._space.rstrip(NEWLINES)
             self._space = ""
             pieces = self._piece(held)
-            self._dropping = NEWLINES
+            self._dropping, self._spoke = NEWLINES, False
         self._part, self._header = to, ""
         return pieces
 
@@ -177,13 +179,16 @@ class AnswerParser:
         """The pieces of the calls in a text, none if it is malformed."""
         if self._parser is None:
             return []
-        pieces: list[Piece] = []
-        for call in parse_calls(self._parser, text, self._tools):
+        calls = parse_calls(self._parser, text, self._tools)
+        if not calls:
+            return []
+        pieces = self._piece(self._space.removesuffix("\n")) if self._spoke else []
+        for call in calls:
             pieces.append(ToolCallStart(self._calls, call.id or self._new_id(), call.name))
             pieces.append(ToolCallArguments(self._calls, call.arguments))
             self._calls += 1
-        if pieces:
-            self._part, self._header, self._space, self._dropping = "normal", "", "", SPACE
+        self._part, self._header, self._space, self._dropping = "normal", "", "", SPACE
+        self._spoke = False
         return pieces
 
     def _literally(self, text: str) -> list[Piece]:
@@ -211,6 +216,7 @@ class AnswerParser:
         text = self._space + text
         kept = text.rstrip(SPACE)
         self._space = text[len(kept) :]
+        self._spoke = self._part == "normal" and (self._spoke or bool(kept))
         return self._piece(kept)
 
     def _let_go(self) -> list[Piece]:

@@ -52,6 +52,7 @@ class AccessOptions:
     max_nesting: int = 64
     header_seconds: float = 10.0
     body_seconds: float = 60.0
+    max_connections: int = 512
 
     def __post_init__(self) -> None:
         if self.no_auth and not is_loopback(self.host):
@@ -67,8 +68,8 @@ class AccessOptions:
         for name in self.allowed_hosts:
             if not HOST.fullmatch(name):
                 raise UsageError(f"{name!r} is not the name of a host.")
-        if self.max_body_bytes < 1 or self.max_nesting < 1:
-            raise UsageError("The largest body and the deepest nesting must be at least 1.")
+        if min(self.max_body_bytes, self.max_nesting, self.max_connections) < 1:
+            raise UsageError("The largest body, deepest nesting and most connections are above 0.")
         if not (self.header_seconds > 0 and self.body_seconds > 0):
             raise UsageError("The seconds that a client has must be above 0.")
 

@@ -6,12 +6,12 @@ from dataclasses import asdict
 from typing import Any
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from engine.http.errors import route_class
 from engine.http.levels import Router
 from engine.http.openai_shapes import openai_error
-from engine.http.prompts import PromptFields, prompt_of
+from engine.http.prompts import PromptFields, RowId, prompt_of
 from engine.http.service import Service
 from engine.sequences import warm
 from kvdb.errors import StoreUnavailable, UsageError
@@ -58,12 +58,11 @@ def list_models(request: Request) -> dict[str, Any]:
     """The models that may be loaded, and which are in memory."""
     service = service_of(request)
     loaded = {state.name: state for state in service.pool.loaded()}
-    rows = []
-    for name in service.models:
+    rows: list[dict[str, Any]] = []
+    for name, served in service.models.items():
         state = loaded.get(name)
-        rows.append(
-            {"name": name, "loaded": False} if state is None else {"loaded": True, **asdict(state)}
-        )
+        memory = {} if state is None else asdict(state)
+        rows.append({"name": name, "aliases": served.aliases, "loaded": bool(memory), **memory})
     return {"models": rows}
 
 
@@ -112,8 +111,8 @@ class EvictBody(Body):
     """Evict until the store takes at most ``to_bytes``, of one namespace or of all; a namespace
     alone goes whole."""
 
-    to_bytes: int | None = Field(None, ge=0)
-    namespace_id: int | None = None
+    to_bytes: RowId | None = None
+    namespace_id: RowId | None = None
     dry_run: bool = False
 
 

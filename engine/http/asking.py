@@ -10,13 +10,12 @@ from pydantic import Field
 
 from engine.events import Request as EngineRequest
 from engine.http.admin import Body, service_of, store_of
-from engine.http.errors import RETRY_SECONDS, TooManyRequests, route_class
+from engine.http.errors import RETRY_SECONDS, route_class
 from engine.http.levels import Router
 from engine.http.openai_shapes import openai_error
-from engine.http.prompts import PromptFields, prompt_of
-from engine.prompt.encode import encode
+from engine.http.prompts import PromptFields, RowId, prompt_of
 from engine.prompt.tokenizer import namespace_decoder
-from kvdb.errors import UsageError
+from kvdb.errors import Busy, UsageError
 from kvdb.explain import Explanation, explain_request, explain_tokens
 from kvdb.sandbox import run_in_child
 
@@ -44,7 +43,7 @@ def sql(body: SqlBody, request: Request) -> dict[str, Any]:
     ``capped`` says whether there were more rows."""
     places: threading.Semaphore = request.app.state.sql_places
     if not places.acquire(timeout=SQL_WAIT_SECONDS):
-        raise TooManyRequests(SQL_PLACES, RETRY_SECONDS)
+        raise Busy(f"{SQL_PLACES} statements run already: try again later.", RETRY_SECONDS)
     try:
         result = run_in_child(
             store_of(request).path, body.sql, body.params, limit=body.limit, deadline=body.timeout
@@ -63,7 +62,7 @@ class ExplainBody(PromptFields):
     """A prompt of a model, or the id of a past request."""
 
     model: str = ""
-    request_id: int | None = None
+    request_id: RowId | None = None
 
 
 @router.post("/explain")
@@ -90,10 +89,10 @@ def _explain_prompt(request: Request, model: str, given: EngineRequest) -> Expla
     """Against the key space that the served model uses; it is loaded if it is not in memory."""
     service, store = service_of(request), store_of(request)
     with service.pool.engine(service.find(model).name) as engine:
-        facts = engine.facts
-        namespace = engine.call(lambda w: None if w.storage is None else w.storage.namespace)
-    if namespace is None:
+        storage, prompt = engine.call(lambda worker: (worker.storage, worker.encode(given)))
+    if storage is None:
         raise UsageError("The state of this model is not stored.")
-    prompt = encode(given, facts.prompts, facts.context, facts.vocabulary)
-    decode = None if facts.prompts is None else facts.prompts.decode
-    return explain_tokens(store, namespace, prompt.tokens, segments=prompt.segments(), text=decode)
+    decode = None if prompt.tokenizer is None else prompt.tokenizer.decode
+    return explain_tokens(
+        store, storage.namespace, prompt.tokens, segments=prompt.segments(), text=decode
+    )

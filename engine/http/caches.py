@@ -25,7 +25,7 @@ from engine.http.openai_shapes import openai_error
 from engine.http.prompts import PromptFields, prompt_of
 from engine.http.service import Served, Service
 from engine.sequences import FLUSH_SECONDS, Prefix, prefix_of, warm
-from kvdb.errors import StoreMissing, UsageError
+from kvdb.errors import OutOfSpace, StoreMissing, UsageError
 from kvdb.sequences import NamedSequence, named_sequences
 from kvdb.store import Store
 
@@ -91,13 +91,19 @@ def _hold(
     store: Store, prefix: Prefix, name: str, ttl_seconds: float | None, owner: Wishes
 ) -> None:
     store.flush(FLUSH_SECONDS)
-    store.sequence(
-        prefix.namespace,
-        prefix.tip_hash,
-        name=name,
-        ttl_seconds=ttl_seconds,
-        tenant=owner.tenant,
-    )
+    try:
+        store.sequence(
+            prefix.namespace,
+            prefix.tip_hash,
+            name=name,
+            ttl_seconds=ttl_seconds,
+            tenant=owner.tenant,
+        )
+    except StoreMissing as error:
+        raise OutOfSpace(
+            "The prompt was computed, but there is no room for its state: in the tenant's quota, "
+            "in the store, or on the disk."
+        ) from error
 
 
 # These are plain functions: they wait for the store, so each runs in a thread of the server's pool.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 import h11
@@ -14,15 +15,25 @@ MAX_HEADER_BYTES = 64 << 10
 KEEP_ALIVE_SECONDS = 30
 
 
-class _PatientProtocol(H11Protocol):
-    """Ends a connection whose request's header is not complete in time: uvicorn would wait for
-    ever, and such clients could hold every descriptor."""
+class _GuardedProtocol(H11Protocol):
+    """Ends a connection whose request's header is not complete in time, for which uvicorn would
+    wait for ever; and one that is too many: the store needs descriptors, too."""
 
     header_seconds: float
+    max_connections: int
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            transport.abort()
+            return
+        self.access_log = False  # whatever the program does to loggers: it shows query strings
+        # asyncio does this only for sockets that it made itself. Without it Nagle's algorithm holds
+        # an answer's second write back until the client's delayed ACK, 40 ms.
+        connection = transport.get_extra_info("socket")
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._await_header()
 
     def data_received(self, data: bytes) -> None:
@@ -49,11 +60,12 @@ class _PatientProtocol(H11Protocol):
 def uvicorn_options(options: AccessOptions) -> dict[str, Any]:
     """Arguments of ``uvicorn.Config`` for a server that is guarded as ``options`` say.
 
-    uvicorn's own log would show query strings, and a proxy's headers are anybody's word.
+    A proxy's headers are anybody's word, and are not read.
     """
 
-    class Protocol(_PatientProtocol):
+    class Protocol(_GuardedProtocol):
         header_seconds = options.header_seconds
+        max_connections = options.max_connections
 
     return {
         "host": options.host,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from starlette.responses import Response
 from engine.engine import EngineClosed
 from engine.pool import ModelBusy
 from kvdb.errors import (
+    Busy,
     KvdbError,
     OutOfMemory,
     OutOfSpace,
@@ -32,16 +34,6 @@ from kvdb.errors import (
 )
 
 log = logging.getLogger("kvdb.http")
-
-
-class TooManyRequests(KvdbError):
-    """As many requests wait as may. ``retry_after`` is in seconds."""
-
-    def __init__(self, waiting: int, retry_after: int) -> None:
-        super().__init__(
-            f"{waiting} requests are at work or waiting already: try again in {retry_after} s."
-        )
-        self.retry_after = retry_after
 
 
 class Stopping(KvdbError):
@@ -84,11 +76,11 @@ Shape = Callable[[Problem], Mapping[str, Any]]
 
 # The first class that fits decides.
 STATUSES: tuple[tuple[type[BaseException], int, str], ...] = (
-    (TooManyRequests, 429, "too_many_requests"),
     (QuotaExceeded, 400, "quota_exceeded"),
     (Stopping, 503, "stopping"),
     (EngineClosed, 503, "stopping"),
     (ModelBusy, 503, "model_busy"),
+    (Busy, 429, "too_many_requests"),
     (OutOfMemory, 503, "out_of_memory"),
     (StoreMissing, 404, "not_found"),
     (StoreReadOnly, 503, "no_store"),
@@ -105,6 +97,7 @@ STATUSES: tuple[tuple[type[BaseException], int, str], ...] = (
     (UsageError, 400, "invalid_value"),
 )
 RETRY_SECONDS = 5
+MOST_RETRY_SECONDS = 60
 
 
 def problem_of(error: BaseException) -> Problem:
@@ -115,8 +108,9 @@ def problem_of(error: BaseException) -> Problem:
         return Problem(error.status_code, f"{error.detail}.".replace("..", "."), "http_error")
     for kind, status, code in STATUSES:
         if isinstance(error, kind):
-            retry = getattr(error, "retry_after", RETRY_SECONDS if status == 503 else None)
-            return Problem(status, str(error), code, retry_after=retry)
+            retry = getattr(error, "retry_seconds", RETRY_SECONDS if status == 503 else None)
+            after = None if retry is None else min(MOST_RETRY_SECONDS, max(1, math.ceil(retry)))
+            return Problem(status, str(error), code, retry_after=after)
     if isinstance(error, KvdbError):
         return Problem(500, str(error), "server_error")
     log.error("a request failed: %s", type(error).__name__, exc_info=error)

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import Request
 from pydantic import Field
@@ -16,6 +16,7 @@ from engine.http.admin import Body, store_of
 from engine.http.errors import route_class
 from engine.http.levels import Router
 from engine.http.openai_shapes import openai_error
+from engine.http.prompts import RowId
 from kvdb.check.verify import VerifyReport
 from kvdb.errors import KvdbError, StoreMissing, UsageError
 
@@ -131,9 +132,9 @@ class VerifyBody(Body):
     """As the options of kvdb verify."""
 
     data: bool = False
-    sample: int | None = Field(None, ge=1)
+    sample: Annotated[RowId, Field(ge=1)] | None = None
     repair: bool = False
-    start: int = Field(0, ge=0)
+    start: RowId = 0
 
 
 @router.post("/verify", status_code=202)

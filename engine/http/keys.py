@@ -12,6 +12,7 @@ from engine.http.admin import Body, store_of
 from engine.http.errors import route_class
 from engine.http.levels import Router
 from engine.http.openai_shapes import openai_error
+from engine.http.prompts import RowId
 from kvdb.keys import Key, Role, create_key, list_keys, revoke_key
 
 router = Router(
@@ -43,7 +44,7 @@ def create(body: KeyBody, request: Request, response: Response) -> dict[str, Any
 
 
 @router.delete("/{key_id}")
-def revoke(key_id: int, request: Request) -> dict[str, Any]:
+def revoke(key_id: RowId, request: Request) -> dict[str, Any]:
     """End a key at once and for good."""
     return _shown(revoke_key(store_of(request), key_id))
 

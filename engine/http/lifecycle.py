@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # What is left of a connection after its request was parked gets this long to be sent.
 CLOSING_SECONDS = 5
 STILL_SECONDS = 5.0
+BACKLOG = 2048
 
 
 class Server(uvicorn.Server):
@@ -108,11 +109,18 @@ def _ready(facts: ModelFacts) -> str:
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens. Raises UsageError where that cannot be."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Only of a socket that says it is TCP does asyncio switch Nagle's algorithm off, and with that
+    # on the second piece of a stream waits 40 ms for the client's acknowledgement of the first.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=2048)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(BACKLOG)
     except OSError as error:
+        listening.close()
         raise UsageError(f"{host}:{port} cannot be listened on: {error.strerror}.") from error
+    return listening
 
 
 def url(listening: socket.socket) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from engine.events import Request
 from engine.prompt.bodies import parse_body
 from kvdb.errors import UsageError
+
+# What fits the store's numbers.
+RowId = Annotated[int, Field(ge=0, lt=1 << 63)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 
 
 class PromptFields(BaseModel):
@@ -21,7 +25,7 @@ class PromptFields(BaseModel):
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     prompt: str | None = None
-    tokens: list[int] | None = None
+    tokens: list[TokenId] | None = None
 
 
 def prompt_of(fields: PromptFields, **more: Any) -> Request | None:

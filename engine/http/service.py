@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +13,10 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 from engine.events import End, Event, Priority, Progress, Request, Token
-from engine.http.errors import NotServed, Stopping, TooManyRequests
+from engine.http.errors import NotServed, Stopping
 from engine.http.events import Item, Mailbox, Post
 from engine.http.tokens import TokenTexts
+from kvdb.errors import Busy
 
 if TYPE_CHECKING:
     from engine.engine import Handle
@@ -229,12 +229,15 @@ class Service:
         return self._texts[model]
 
     def open(self, model: Served, request: Request, id_: str | None = None) -> Answering:
-        """Hand a request in. Raises Stopping, TooManyRequests, EngineClosed."""
+        """Hand a request in. Raises Stopping, Busy, EngineClosed."""
         if self.stopping:
             raise Stopping("The server is being shut down.")
         here = sum(active.model == model.name for active in self._active.values())
         if here >= model.max_running + self.limits.max_waiting:
-            raise TooManyRequests(here, self._retry_after(here, model.max_running))
+            raise Busy(
+                f"{here} requests are at work or waiting already: try again later.",
+                self._seconds * (here - model.max_running + 1) / model.max_running,
+            )
         if self._adapt is not None:
             request = self._adapt(request)
         answering = Answering(id_ or uuid.uuid4().hex, model.name, request, self.now())
@@ -258,10 +261,6 @@ class Service:
             del self._active[number]
             raise
         return answering
-
-    def _retry_after(self, here: int, places: int) -> int:
-        """Seconds until one of them has ended, as requests go now."""
-        return min(60, max(1, math.ceil(self._seconds * (here - places + 1) / places)))
 
     def running(self) -> list[Running]:
         """The requests that have not ended, in order of arrival."""

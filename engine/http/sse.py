@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING
 
 from starlette.responses import Response
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
+STALLED_SECONDS = 60.0
 
 
 def frame(document: Mapping[str, object], event: str | None = None) -> bytes:
@@ -48,6 +50,10 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._frames) as frames:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for body in frames:
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            # A client that reads nothing would keep its answer in memory for ever. Without an end
+            # to the body, the connection is closed.
+            with suppress(TimeoutError):
+                async for body in frames:
+                    async with asyncio.timeout(STALLED_SECONDS):
+                        await send({"type": "http.response.body", "body": body, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -29,10 +29,13 @@ if TYPE_CHECKING:
 
     from engine.http.service import Answering, Limits, Served, Service
     from engine.http.tokens import TokenTexts
+    from kvdb.segments import Segment
 
 MAX_STOPS = 16
 # Calls of one answer that must call tools.
 MAX_CALLS = 8
+# The parts of a prompt up to here are found within a millisecond or two.
+SHORT_PROMPT = 2048
 Reason = Literal["stop", "length", "tool_calls", "cancelled"]
 
 
@@ -169,6 +172,7 @@ class Turn:
         self._calls = calls
         self._parsers: dict[int, AnswerParser] = {}
         self._stats: dict[int, Stats] = {}
+        self._segments: Sequence[Segment] = ()
         self._early: list[Event] = []
         self._watcher = asyncio.create_task(self._watch(http))
 
@@ -191,7 +195,10 @@ class Turn:
         events, self._early = self._early, []
         if not events:
             events = await self._answering.events(seconds)
-        return [piece for event in events for piece in self._read(event)]
+        pieces = [piece for event in events for piece in self._read(event)]
+        if self.ended:
+            self._segments = await self._find_segments(self._stats[0])
+        return pieces
 
     async def answers(self) -> list[Answer]:
         """All answers, when they have ended."""
@@ -204,12 +211,21 @@ class Turn:
 
     def usage(self) -> Usage:
         """Once all have ended."""
-        return usage_of([self._stats[i] for i in sorted(self._stats)], self._answering.segments())
+        return usage_of([self._stats[i] for i in sorted(self._stats)], self._segments)
 
     def close(self) -> None:
         self._watcher.cancel()
         if not self._answering.ended:
             self._answering.cancel()
+
+    async def _find_segments(self, stats: Stats) -> Sequence[Segment]:
+        """The parts of a prompt that was not all known, to say in which of them it diverged. Those
+        of a long one would keep others waiting."""
+        if stats.matched_tokens >= stats.prompt_tokens:
+            return ()
+        if stats.prompt_tokens <= SHORT_PROMPT:
+            return self._answering.segments()
+        return await asyncio.to_thread(self._answering.segments)
 
     def _read(self, event: Event) -> Iterator[Piece]:
         if isinstance(event, Progress):

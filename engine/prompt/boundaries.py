@@ -39,9 +39,7 @@ def chat_segments(
     A token that straddles two parts belongs to the second, so that the tokens up to a part's end
     depend on nothing behind it.
     """
-    spans = template.spans(messages, tools, options=options, text=text)
-    if not spans or not any(span.kind == "message" for span in spans):
-        spans = _by_prefixes(template, messages, tools, options, text)
+    spans = part_spans(template, messages, tools, options, text)
     if not spans:
         return []
     segments: list[Segment] = []
@@ -58,6 +56,42 @@ def chat_segments(
             done = count
         start = end
     return segments
+
+
+def part_spans(
+    template: ChatTemplate,
+    messages: Messages,
+    tools: Tools | None,
+    options: Mapping[str, Any],
+    text: str,
+) -> list[Span]:
+    """Where messages and tools lie in a rendered chat ``text``, in order; none where the template
+    does not tell."""
+    spans = template.spans(messages, tools, options=options, text=text)
+    if not spans or not any(span.kind == "message" for span in spans):
+        spans = _by_prefixes(template, messages, tools, options, text)
+    return spans
+
+
+def answer_starts(
+    template: ChatTemplate,
+    messages: Messages,
+    tools: Tools | None,
+    options: Mapping[str, Any],
+    text: str,
+) -> list[int]:
+    """Where in a rendered chat ``text`` the assistant's messages begin, behind what the template
+    also writes to invite an answer; without those before which it writes something else."""
+    if not any(message.get("role") == "assistant" for message in messages):
+        return []
+    spans = part_spans(template, messages, tools, options, text)
+    spans = [span for span in spans if span.kind == "message"]
+    cue = text[max((span.end for span in spans), default=len(text)) :]
+    return [
+        span.start + len(cue)
+        for span in spans
+        if messages[span.index].get("role") == "assistant" and text.startswith(cue, span.start)
+    ]
 
 
 def unstable_at(

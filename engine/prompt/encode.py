@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.prompt.boundaries import chat_segments, unstable_at
+from engine.prompt.boundaries import answer_starts, chat_segments, unstable_at
+from engine.prompt.splice import Piece, encode_spliced, joined_ids
+from engine.prompt.template import mentions_tools
+from engine.prompt.tokenizer import template_source
+from engine.prompt.tools import ToolTemplate, uses_tools
 from kvdb.errors import PromptError, UsageError
 from kvdb.identity import Tokens, as_tokens
 from kvdb.segments import Segment, content_digest
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding
-
     from engine.events import Request
+    from engine.prompt.memory import Recall, Splice
     from engine.prompt.tokenizer import PromptTokenizer
 
 # What encode decides itself: other values would change what a prompt is.
@@ -32,7 +35,7 @@ class Prompt:
     tokens: Tokens
     request: Request
     text: str | None = None
-    encoding: Encoding | None = field(default=None, repr=False)
+    pieces: Sequence[Piece] = field(default=(), repr=False)
     tokenizer: PromptTokenizer | None = field(default=None, repr=False)
 
     def segments(self) -> list[Segment]:
@@ -45,9 +48,9 @@ class Prompt:
         if request.text is not None:
             return [Segment("text", count, digest=content_digest(request.text))]
         template = None if self.tokenizer is None else self.tokenizer.template
-        if template is None or self.encoding is None or self.text is None:
+        if template is None or not self.pieces or self.text is None:
             return []
-        ends = np.array([end for _, end in self.encoding.offsets], dtype=np.int64)
+        ends = np.concatenate([piece.ends() for piece in self.pieces])
         return chat_segments(
             template,
             request.messages or (),
@@ -75,15 +78,17 @@ def encode(
     vocabulary: int | None,
     *,
     loaded: Any | None = None,
+    recall: Recall | None = None,
 ) -> Prompt:
     """The prompt of a request. ``loaded`` is mlx-lm's tokenizer where there is one: then that
-    renders and, where it is not of the tokenizers library, also encodes.
+    renders and, where it is not of the tokenizers library, also encodes. ``recall`` gives the
+    tokens of earlier answers that a chat repeats (engine/prompt/memory.py).
 
     Raises PromptError when the prompt is empty, longer than the model's context, holds unknown
     ids, or needs a tokenizer or chat template that is not there.
     """
     text: str | None = None
-    encoding: Encoding | None = None
+    pieces: Sequence[Piece] = ()
     given: Sequence[int]
     if request.tokens is not None:
         given = request.tokens
@@ -98,13 +103,28 @@ def encode(
         elif tokenizer is None:
             given = _encode_by_loaded(request, text, loaded)
         else:
-            encoding = (
-                tokenizer.encode_text(text)
-                if request.text is not None
-                else tokenizer.encode(text, special=False)
-            )
-            given = encoding.ids
-    return Prompt(_checked(given, context, vocabulary), request, text, encoding, tokenizer)
+            pieces = _pieces(request, text, tokenizer, recall)
+            given = joined_ids(pieces)
+    return Prompt(_checked(given, context, vocabulary), request, text, pieces, tokenizer)
+
+
+def _pieces(
+    request: Request, text: str, tokenizer: PromptTokenizer, recall: Recall | None
+) -> list[Piece]:
+    if request.text is not None:
+        encoding = tokenizer.encode_text(text)
+        return [Piece(encoding.ids, len(text), encoding=encoding)]
+    splices: Sequence[Splice] = ()
+    if recall is not None and tokenizer.template is not None:
+        starts = answer_starts(
+            tokenizer.template,
+            request.messages or (),
+            request.tools,
+            request.template_options,
+            text,
+        )
+        splices = recall(text, starts) if starts else ()
+    return encode_spliced(tokenizer, text, splices)
 
 
 def _refuse_at_sight(text: str, tokenizer: PromptTokenizer, context: int) -> None:
@@ -149,10 +169,12 @@ def _text(request: Request, tokenizer: PromptTokenizer | None, loaded: Any | Non
     for name, items in (("message", request.messages), ("tool", request.tools or ())):
         if not all(isinstance(item, Mapping) for item in items):
             raise PromptError(f"A {name} must be an object.")
-    if loaded is not None:
+    template = None if tokenizer is None else tokenizer.template
+    ours = isinstance(template, ToolTemplate) and uses_tools(request.messages, request.tools)
+    if loaded is not None and not ours:
         text = _render_by_loaded(request, options, loaded)
-    elif tokenizer is not None and tokenizer.template is not None:
-        text = tokenizer.template.render(request.messages, request.tools, options=options)
+    elif template is not None:
+        text = template.render(request.messages, request.tools, options=options)
     else:
         raise PromptError("The model has no chat template: give its prompt as text.")
     check_text(text)
@@ -164,6 +186,9 @@ def _render_by_loaded(request: Request, options: Mapping[str, Any], loaded: Any)
 
     if not loaded.has_chat_template:
         raise PromptError("The model has no chat template: give its prompt as text.")
+    source = template_source(loaded)
+    if request.tools and isinstance(source, str) and not mentions_tools(source):
+        raise PromptError("The model's chat template has no tools.")
     try:
         more = dict(options)
         if request.tools is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdb import driver, holding, index
+from kvdb.answers import INSERT_ANSWER
 from kvdb.backup import BACKUP_NAME
 from kvdb.driver import Connection, Database
 from kvdb.errors import IntegrityError, KvdbError, OutOfSpace, StoreTooNew
@@ -73,6 +74,7 @@ class _Rest:
     request_columns: list[str]
     requests: list[tuple[Any, ...]]
     totals: dict[str, _Rows]
+    answers: list[tuple[bytes, bytes, int]]
     access: list[tuple[bytes, str, int, int, int, int]]
     tenants: list[tuple[bytes, str]]
     keys: _Rows
@@ -107,6 +109,9 @@ def _read_rest(old: Connection, own_columns: set[str]) -> _Rest:
             "LEFT JOIN blocks AS t ON t.id = r.tip_id ORDER BY r.id"
         ).fetchall(),
         totals={table: _read_totals(old, table) for table in TOTALS if _columns(old, table)},
+        answers=old.execute("SELECT key, tokens, created_at FROM answers ORDER BY id").fetchall()
+        if _columns(old, "answers")
+        else [],
         access=old.execute(
             "SELECT hash, queue, last_access, prev_access, hits, created_at FROM blocks "
             "WHERE state = 'live'"
@@ -248,6 +253,10 @@ def _write_rest(database: Database, rest: _Rest) -> tuple[int, list[str]]:
                     block = index.find_block(connection, hash_) if hash_ is not None else None
                     values[positions[column]] = None if block is None else block.id
                 refused += _each(connection, insert, [values])
+    for start in range(0, len(rest.answers), ROWS_PER_TRANSACTION):
+        with database.write() as connection:
+            rows = rest.answers[start : start + ROWS_PER_TRANSACTION]
+            refused += _each(connection, INSERT_ANSWER, rows)
     with database.write() as connection:
         for table, totals in rest.totals.items():
             refused += _write_totals(connection, table, totals)

@@ -105,6 +105,8 @@ def test_reasoning_text_and_several_calls() -> None:
         *weather(1),
         TextPiece("Done. "),
     ]
+    assert one_by_one(HERMES, f"I look.\n\n{CALL}")[0] == TextPiece("I look.\n")
+    assert one_by_one(HERMES, f"\n \n{CALL}\n") == weather()
     opened = one_by_one(HERMES, f"Where?\n</think>\n{CALL}", in_reasoning=True)
     assert opened == [ReasoningPiece("Where?"), *weather()]
 
@@ -181,7 +183,7 @@ def test_every_format_of_mlx_lm(name: str) -> None:
     begin, end = TOOL_MARKS[name]
     own_id = "functions.weather:0" if name == "kimi_k2" else None
     pieces = one_by_one(AnswerStyle(None, name), f"I look. {begin}{WRITTEN[name]}{end}")
-    assert pieces == [TextPiece("I look."), *weather(id_=own_id)]
+    assert pieces == [TextPiece("I look. "), *weather(id_=own_id)]
 
 
 def test_no_format_of_mlx_lm_is_missing() -> None:
@@ -324,3 +326,15 @@ def test_the_style_of_a_folder_needs_no_mlx(tmp_path: Path) -> None:
     assert (style.own_tools, style.tool_parser) == (False, "glm47")
     assert style.opens_reasoning("assistant\n<think>\n")
     assert not style.opens_reasoning("assistant\n<think>\n\n</think>\n\n")
+
+
+def test_a_prompt_may_leave_the_answer_inside_of_reasoning(tmp_path: Path) -> None:
+    """As Qwen3's thinking models and DeepSeek R1 have it, unless an option says otherwise."""
+    template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}<|im_start|>assistant\n<think>\n"
+        "{% if enable_thinking is false %}\n</think>\n\n{% endif %}"
+    )
+    write_chat_tokenizer(tmp_path, template)
+    made = load_tokenizer(tmp_path)
+    assert made.opens_reasoning({})
+    assert not made.opens_reasoning({"enable_thinking": False})

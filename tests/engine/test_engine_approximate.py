@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from chat_model import write_chat_model
@@ -16,6 +17,7 @@ from zoo import write_species
 import kvdb
 from engine import End, Engine, EngineOptions, ModelOptions, Request
 from kvdb.errors import UsageError
+from kvdb.segments import Segment, last_question
 from kvdb.shards import shard_path
 from kvdb.store import Store
 
@@ -124,7 +126,6 @@ def test_masking_is_leaving_the_keys_out(chat: Chat) -> None:
 
 def without_block(worker: Any, messages: list[dict[str, str]], depth: int) -> Any:
     """Logits ``(1, vocabulary)`` of a chat whose question is computed without one block."""
-    import mlx.core as mx
     from mlx_lm.models.cache import ConcatenateKVCache
 
     class Compact(ConcatenateKVCache):  # type: ignore[misc]
@@ -273,3 +274,36 @@ def test_exact_and_approximate_exclude_each_other() -> None:
         Request(text="x", reuse="exact", approximate=True)
     with pytest.raises(UsageError, match="approximate"):
         Request(text="x", measure_kl=True)
+
+
+def test_what_memory_held_before_does_not_matter(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight of zero does not take a NaN away."""
+    from engine.cachekinds import numpy_view
+    from engine.memory import unwritten
+
+    def poisoned(specs: Any, tokens: int) -> Any:
+        arrays = unwritten(specs, tokens)
+        for array in arrays:
+            numpy_view(array)[...] = np.nan
+        return arrays
+
+    chat.ask(max_tokens=1)
+    chat.hole(HOLE)
+    other = asking("Who saw it?")
+    clean = chat.ask(other, approximate=True)
+    monkeypatch.setattr("engine.restore.unwritten", poisoned)
+    again = chat.ask(other, approximate=True)
+    assert again.stats.masked_tokens == BLOCK
+    assert np.isfinite(again.logits).all()
+    assert difference(clean.logits, again.logits) <= 1e-5
+
+
+def test_the_last_question_is_a_users() -> None:
+    def parts(*roles: str) -> list[Segment]:
+        return [Segment("message", 10 * (i + 1), role) for i, role in enumerate(roles)]
+
+    assert last_question(parts("user", "assistant", "user", "assistant", "tool")) == 20
+    assert last_question(parts("assistant", "tool")) == 10
+    assert last_question([Segment("text", 50)]) == 0

@@ -21,11 +21,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
 
 import httpx  # noqa: E402
 import openai  # noqa: E402
-from chat_model import write_chat_model  # noqa: E402
+from chat_model import TEMPLATE, write_chat_model  # noqa: E402
 
 import kvdb  # noqa: E402
 from engine import EngineOptions, Pool, PooledModel, PoolOptions, Request  # noqa: E402
-from engine.http.app import create_app  # noqa: E402
+from engine.http.access import AccessOptions, access_control  # noqa: E402
+from engine.http.app import ROUTERS, create_app  # noqa: E402
+from engine.http.connections import uvicorn_options  # noqa: E402
+from engine.http.levels import Rules  # noqa: E402
 from engine.http.service import Limits, Served, Service  # noqa: E402
 from kvdb.store import Store  # noqa: E402
 from tests.http.serving import serving  # noqa: E402
@@ -63,9 +66,19 @@ class Running:
 StartServer = Callable[..., Running]
 
 
+# As Qwen's template writes calls: mlx-lm knows the form by it.
+TOOL_TEMPLATE = TEMPLATE.replace(
+    "{{- call.function | tojson }}",
+    "{%- set tool_call = call.function %}"
+    """{{- '{"name": "' + tool_call.name + '", "arguments": ' }}"""
+    "{{- tool_call.arguments | tojson }}{{- '}' }}",
+)
+assert "tool_call.name" in TOOL_TEMPLATE
+
+
 @pytest.fixture(scope="session")
 def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_model(tmp_path_factory.mktemp("models") / "chat")
+    return write_chat_model(tmp_path_factory.mktemp("models") / "chat", template=TOOL_TEMPLATE)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -99,7 +112,10 @@ def start(tmp_path_factory: pytest.TempPathFactory, chat_folder: Path) -> Iterat
             pool = stack.enter_context(Pool(opened, pooled))
             served = Served(str(chat_folder), ("tiny",), max_tokens, max_running=max_running)
             service = Service(pool, opened, [served], limits, adapt=adapt)
-            port = stack.enter_context(serving(create_app(service)))
+            access = AccessOptions()
+            guard = access_control(access, opened, Rules(ROUTERS))
+            app = create_app(service, guard)
+            port = stack.enter_context(serving(app, **uvicorn_options(access)))
             return Running(f"http://127.0.0.1:{port}", service, pool, opened)
 
         yield start_server

@@ -17,7 +17,7 @@ SECONDS = 30.0
 @contextmanager
 def serving(app: ASGIApp, **options: Any) -> Iterator[int]:
     """Serve ``app`` with the given arguments of uvicorn.Config; gives the port."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listening:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(("127.0.0.1", 0))
         listening.listen()

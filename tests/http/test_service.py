@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -154,3 +156,23 @@ def test_without_a_store_it_serves(start: StartServer) -> None:
     assert usage is not None
     assert usage.kvdb["skip"] == "none"
     assert "miss_reason" not in usage.kvdb
+
+
+def test_a_client_that_reads_nothing_is_given_up(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.http.sse.STALLED_SECONDS", 0.2)
+    port = int(server.url.rpartition(":")[2])
+    much = {"n": 8, "logprobs": True, "top_logprobs": 20, "logit_bias": {"1": -100}}
+    asked = json.dumps(body("Stalled. ", max_tokens=4000, stream=True, **much)).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(asked)
+    with socket.socket() as stalled:
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stalled.connect(("127.0.0.1", port))
+        stalled.sendall(head + asked)
+        until(lambda: states(server) == ["decode"])
+        until(lambda: not server.service.running(), 60)  # the kernel takes some megabytes first
+    last = server.one("SELECT generated_tokens, unstored FROM requests ORDER BY id DESC LIMIT 1")
+    assert last[0] < 4000
+    assert last[1] == "cancelled"
