@@ -49,7 +49,8 @@ FILES = {
 }
 
 
-@router.get("/")
+# Agents knock with HEAD before they ask anything.
+@router.api_route("/", methods=["GET", "HEAD"])
 async def index() -> Response:
     """What the server does, and what its store saves."""
     return _response(File("engine.http.pages", "index.html", HTML))
