@@ -196,8 +196,10 @@ def test_a_chat_says_what_was_cached(server: Running, browser: Any) -> None:
         told = page.locator(".assistant .facts").all_inner_texts()
         asked = page.locator(".user").all_inner_texts()
         assert asked == questions
-        assert told[0].startswith("0 of ")
-        cached, prompt = (int(told[1].split(" ")[i].replace(",", "")) for i in (0, 2))
+        (first, _), (cached, prompt) = (
+            [int(text.split(" ")[i].replace(",", "")) for i in (0, 2)] for text in told
+        )
+        assert first < 16  # what the template begins every prompt with may be there
         assert cached > 80
         assert prompt > cached
         row = server.one(
