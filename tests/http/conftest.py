@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ class Running:
     pool: Pool
     store: Store | None
 
-    @property
+    # Making a client takes longer than most requests.
+    @cached_property
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
@@ -53,7 +55,11 @@ class Running:
         """Post what json.dumps makes of ``body``, or bytes as they are."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"content-type": "application/json", **headers}
-        return httpx.post(f"{self.url}{path}", content=content, headers=headers, timeout=60)
+        return self._http.post(f"{self.url}{path}", content=content, headers=headers)
+
+    @cached_property
+    def _http(self) -> httpx.Client:
+        return httpx.Client(timeout=60)
 
     def one(self, sql: str) -> tuple[Any, ...]:
         """A row of the store, with all that is queued in it."""

@@ -226,4 +226,3 @@ def test_a_conversation_hits_from_its_second_turn_on_and_after_a_kill(
                 assert longest == said_before, (turn, longest, row)
         answer = tokenizer.encode(ANSWERS[turn - 1] + END, special=False).ids
         before.append([*prompt, *answer])
-
