@@ -285,10 +285,11 @@ def test_a_call_is_answered_whole_and_as_a_stream(
     # History has a row an answer, and a prompt that has several counts for each.
     n = body.get("n", 1)
     rows = len(whole.texts) + len(streamed.texts)
-    prompt, cached, generated = server.one(
-        "SELECT sum(prompt_tokens), sum(restored_tokens), sum(generated_tokens) FROM requests "
-        f"WHERE id > (SELECT max(id) FROM requests) - {rows}"
-    )
+    last = f"(SELECT * FROM requests ORDER BY id DESC LIMIT {rows})"
+    counts = ("prompt", "restored", "generated")
+    prompt, cached, generated = (
+        server.one(f"SELECT sum({of}_tokens) FROM {last}")[0] for of in counts
+    )  # noqa: S608
     assert prompt == n * (whole.prompt + streamed.prompt)
     assert generated == whole.generated + streamed.generated
     assert n > 1 or cached == whole.cached + streamed.cached
