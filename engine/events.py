@@ -14,6 +14,7 @@ Reuse = Literal["max", "exact"]
 Skip = Literal["full", "refill", "partial", "approximate", "none"]
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 Priority = Literal["interactive", "batch"]
+HoldState = Literal["held", "share full", "not stored"]
 Message = Mapping[str, Any]
 MAX_ANSWERS = 128
 # Takes the tokens of the answer so far, and logits: an MLX array ``(1, vocabulary)``. Gives other
@@ -72,6 +73,33 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in a chat: the end of message (or tool) ``index``, with all that stands before it, or
+    ``characters`` into the text of that message. What is stored up to there is held for
+    ``ttl_seconds``, as far as its tenant may hold more."""
+
+    index: int
+    ttl_seconds: float
+    tool: bool = False
+    characters: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ttl_seconds < float("inf"):
+            raise UsageError(f"ttl_seconds must be above 0, not {self.ttl_seconds}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """What became of a mark: the first ``tokens`` of the prompt are held for ``ttl_seconds``, or
+    are not, as the tenant's share is full or they are not stored. No tokens: its place could not be
+    told."""
+
+    tokens: int
+    ttl_seconds: float
+    state: HoldState
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One prompt, as exactly one of text, chat messages or token ids, and what to do with it.
 
@@ -81,7 +109,8 @@ class Request:
     ``max`` (state equal up to rounding) or ``exact`` (the bits of a cold exact run); ``read`` and
     ``store`` say whether stored state is used, and whether new state is kept. ``boundaries`` are
     numbers of tokens after which another request may go on differently, as after the last message
-    before the answer: recurrent layers keep a state there.
+    before the answer: recurrent layers keep a state there. ``marks`` are such places too, told by
+    message, and each holds what is stored up to there.
 
     ``remember``: the tokens of the answer to a chat are kept, so that a later chat that repeats it
     as text gets the very tokens whose state is stored (engine/prompt/memory.py).
@@ -119,6 +148,7 @@ class Request:
     store: bool = True
     remember: bool = True
     boundaries: tuple[int, ...] = ()
+    marks: tuple[Mark, ...] = ()
     tenant: str = ""
     client: str = ""
     salt: bytes = b""
@@ -175,7 +205,7 @@ class Stats:
     ``bytes_read`` came from shards, ``bytes_ram`` from the RAM tier. An answer that shares
     another's prompt has restored it, without reading anything. ``shared_steps`` decode steps were
     made together with other requests'; ``alone`` says why none can be, where that is so. ``held``
-    says whether the state is held for its ``ttl_seconds``.
+    says whether the state is held for its ``ttl_seconds``, ``holds`` what became of each mark.
 
     ``masked_tokens`` were left out by an approximate skip, whose state is not stored; ``unmasked``
     says why holes were refilled though the request was ``approximate``. ``kl`` is the mean of
@@ -205,6 +235,7 @@ class Stats:
     shared_steps: int = 0
     alone: str | None = None
     held: bool = False
+    holds: tuple[Hold, ...] = ()
     unmasked: str | None = None
     kl: float | None = None
     load_ms: float = 0.0
@@ -249,12 +280,14 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The last event of an answer. ``text`` is what was held back until the end was certain."""
+    """The last event of an answer. ``text`` is what was held back until the end was certain,
+    ``stop_text`` the one of the request's stop texts that ended it."""
 
     reason: FinishReason
     text: str
     stats: Stats
     index: int = 0
+    stop_text: str | None = None
 
 
 Event = Progress | Token | End

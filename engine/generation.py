@@ -18,7 +18,7 @@ from engine import mlxlm
 from engine.accounts import Accounts, since
 from engine.batch import Seat
 from engine.boundaries import NO_BOUNDARIES, boundaries
-from engine.events import End, Event, FinishReason, Progress, Request, Stats, Token
+from engine.events import End, Event, FinishReason, Hold, Progress, Request, Stats, Token
 from engine.live import LiveState
 from engine.logits import Row
 from engine.lookup import Lookup
@@ -172,7 +172,8 @@ class Generation:
         stats, rest = self._stats(), self._output.rest()
         self._said.append(rest)
         self._record(stats)
-        yield End(self._finish or "length", rest, stats, self.index)
+        stop = self._output.stop_text
+        yield End(self._finish or "length", rest, stats, self.index, stop)
 
     def release(self) -> None:
         """Let go of what is held in the store. Idempotent."""
@@ -284,7 +285,8 @@ class Generation:
         before the answer."""
         parts = self.given.segments() if self._request.messages else []
         ends = [part.end for part in parts if part.kind in ("system", "message")]
-        return (*self._request.boundaries, *ends[-1:])
+        marks = self.given.mark_ends(self._request.marks)
+        return (*self._request.boundaries, *marks, *ends[-1:])
 
     # -- computing the prompt ----------------------------------------------------------------
 
@@ -426,16 +428,24 @@ class Generation:
         self._kept = total
 
     def _hold(self) -> Generator[Turn, Row, None]:
-        """Hold the state in the store for as long as the request says."""
-        tip, ttl = self._tip_hash(), self._request.ttl_seconds
-        if ttl is None or tip is None or self._recorder is None or self._storage is None:
+        """Hold the state in the store for as long as the request and its marks say."""
+        storage, request, tip = self._storage, self._request, self._tip_hash()
+        ttl = request.ttl_seconds if self._recorder is not None else None
+        marks = request.marks if request.store and self.index == 0 else ()
+        if storage is None or tip is None or (ttl is None and not marks):
             return
-        written = self._storage.written(self._kept_tokens())
+        written = storage.written(self._kept_tokens())
         try:
             yield Wait(written)
         except Cancelled:
             return
-        self._took.held = self._storage.hold(tip, ttl, self._request.tenant)
+        if ttl is not None:
+            self._took.held = storage.hold(tip, ttl, request.tenant) == "held"
+        kept = self._kept_tokens()
+        self._took.holds = tuple(
+            Hold(end, mark.ttl_seconds, storage.hold_prefix(kept, end, mark, request.tenant))
+            for mark, end in zip(marks, self.given.mark_ends(marks), strict=True)
+        )
 
     def _measure(self) -> Generator[Turn, Row, None]:
         """Compare an approximate answer with the exact one, if that is asked for."""

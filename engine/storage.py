@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from engine.events import Reuse
+from engine.events import HoldState, Mark, Reuse
 from kvdb.errors import KvdbError, QuotaExceeded, StoreMissing
 from kvdb.history import RequestRecord
-from kvdb.identity import Tokens
+from kvdb.identity import Tokens, chain_hashes
 from kvdb.prefetch import ReadBlock, Staging, Wanted, stream_blocks
 from kvdb.segments import Segment
 from kvdb.writer import Payload, Ticket
@@ -125,25 +125,38 @@ class Storage:
         )
         return replace(lease, sequence=forked)
 
-    def hold(self, tip_hash: bytes, ttl_seconds: float, tenant: str) -> bool:
-        """Hold a chain for some time at least; False where the tenant may hold no more, or the
-        chain is gone. What one tenant holds is none of another's."""
+    def hold(self, tip_hash: bytes, ttl_seconds: float, tenant: str) -> HoldState:
+        """Hold a chain for some time at least; not where the tenant may hold no more, or the chain
+        is not stored. What one tenant holds is none of another's."""
         who = hashlib.sha256(tenant.encode()).hexdigest()[:16]
         name = f"ttl:{self.namespace.id}:{tip_hash.hex()}:{who}"
 
-        def hold() -> bool:
+        def hold() -> HoldState:
             with contextlib.suppress(StoreMissing):
                 self.store.find_sequence(name).renew(ttl_seconds)
-                return True
+                return "held"
             try:
                 self.store.sequence(
                     self.namespace, tip_hash, name=name, ttl_seconds=ttl_seconds, tenant=tenant
                 )
-            except (QuotaExceeded, StoreMissing):
-                return False
-            return True
+            except QuotaExceeded:
+                return "share full"
+            except StoreMissing:
+                return "not stored"
+            return "held"
 
-        return not self.store.read_only and self._try(hold, False)
+        return "not stored" if self.store.read_only else self._try(hold, "not stored")
+
+    def hold_prefix(self, tokens: Tokens, end: int, mark: Mark, tenant: str) -> HoldState:
+        """Hold the chain of the first ``end`` of ``tokens``: by the block that ends there, where
+        there is one, else by the one that covers it."""
+        state: HoldState = "not stored"
+        size = self.block_tokens
+        for stop in (end, min(-(-end // size) * size, len(tokens))):
+            if stop and state == "not stored":
+                tip = chain_hashes(self.namespace.fingerprint, tokens[:stop], size)[-1]
+                state = self.hold(tip, mark.ttl_seconds, tenant)
+        return state
 
     def release(self, lease: Lease | None) -> None:
         if lease is not None:

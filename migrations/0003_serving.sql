@@ -22,6 +22,20 @@ CREATE TABLE keys (
 -- NULL where it was not measured.
 ALTER TABLE requests ADD COLUMN kl REAL;
 
+-- Responses of OpenAI's API that clients come back to: bounded for each tenant by number, bytes and
+-- age (kvdb/responses.py).
+CREATE TABLE responses (
+    id          TEXT PRIMARY KEY,
+    tenant      TEXT NOT NULL,
+    previous_id TEXT,
+    created_at  INTEGER NOT NULL,
+    nbytes      INTEGER NOT NULL,
+    input       TEXT NOT NULL,
+    response    TEXT NOT NULL
+) STRICT;
+CREATE INDEX responses_by_tenant ON responses (tenant, created_at);
+CREATE INDEX responses_by_age ON responses (created_at);
+
 -- -- token memory --------------------------------------------------------------------------------
 
 -- Token ids of answers, little-endian, for the prompts that go on from them (kvdb/answers.py).

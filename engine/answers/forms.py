@@ -31,16 +31,22 @@ FORMS: Mapping[str, tuple[str, str]] = {
 
 
 def call_guide(
-    style: AnswerStyle | None, tools: Sequence[Mapping[str, Any]], name: str | None, most: int
+    style: AnswerStyle | None,
+    tools: Sequence[Mapping[str, Any]],
+    name: str | None,
+    most: int,
+    otherwise: Guide | None = None,
 ) -> Guide:
     """A guide to calls of ``tools`` (as OpenAI has them), or of the one called ``name``, that a
-    model in ``style`` writes. Raises UsageError where there is no such tool, or no such form."""
+    model in ``style`` writes; or to JSON, as ``otherwise`` says. Raises UsageError where there is
+    no such tool, or no such form."""
     parser = None if style is None else style.tool_parser
     form = None if parser is None else FORMS.get(parser)
     if form is None:
         raise UsageError(
             "This model cannot be made to call a tool: the form of its calls "
-            f"({parser or 'none'}) has no grammar here; leave tool_choice at auto."
+            f"({parser or 'none'}) has no grammar here; leave tool_choice at auto, without a "
+            "format of the answer."
         )
     forms = []
     for tool in tools:
@@ -56,4 +62,4 @@ def call_guide(
         raise UsageError(
             "There is no tool to call." if name is None else f"There is no tool {name!r} to call."
         )
-    return Guide.calls(forms, most=most)
+    return Guide.calls(forms, most=most, otherwise=otherwise)

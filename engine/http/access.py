@@ -144,7 +144,9 @@ class KeyCheck:
         headers = Headers(scope=scope)
         rule = self._rules.find(scope)
         level: Level = "administration" if rule is None else rule.level
+        state = scope.setdefault("state", {})
         if level == "open":  # answers whatever becomes of the store
+            state["caller"] = Caller(inference=False)
             await self._app(scope, receive, send)
             return
         try:
@@ -156,10 +158,10 @@ class KeyCheck:
             await refuse(scope, send, 401, "invalid_api_key", caller)
             return
         if caller.key_id is None and is_foreign(headers, self._options.cors_origins):
-            text = "Pages of other sites may not call this server; --cors-origin lets one."
+            text = "Pages of other sites may not call this server; serve.cors_origins lets some."
             await refuse(scope, send, 403, "foreign_origin", text)
             return
-        scope.setdefault("state", {})["caller"] = caller
+        state["caller"] = caller
         if may(caller, level):
             await self._app(scope, receive, send)
         elif rule is None:

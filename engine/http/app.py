@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from engine.http import (
     admin,
+    anthropic_messages,
     asking,
     caches,
     health,
@@ -26,6 +27,7 @@ from engine.http import (
     openai_chat,
     openai_completions,
     openai_models,
+    openai_responses,
     overview,
     pages,
 )
@@ -39,6 +41,8 @@ ROUTERS: tuple[APIRouter, ...] = (
     openai_models.router,
     openai_chat.router,
     openai_completions.router,
+    openai_responses.router,
+    anthropic_messages.router,
     caches.router,
     health.router,
     metrics.router,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from typing import Any
+import re
 
 import numpy as np
 from starlette.datastructures import Headers
@@ -15,6 +14,7 @@ from engine.http.refusal import refuse
 from kvdb.errors import KvdbError, UsageError
 
 STRIDE = 1 << 16
+LENGTH = re.compile(r"[0-9]{1,20}", re.ASCII)
 BRACKETS = b"[]{}"
 NO_BRACKETS = bytes(byte for byte in range(256) if byte not in BRACKETS)
 
@@ -50,15 +50,6 @@ def check_nesting(body: bytes, most: int) -> None:
         raise UsageError(f"The body is nested deeper than {most} levels.")
 
 
-def parse_json(body: bytes, most: int) -> Any:
-    """The document in a body. Raises UsageError in one sentence."""
-    check_nesting(body, most)
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise UsageError("The body is not JSON.") from error
-
-
 class BodyLimits:
     """Reads each body and hands it on as one piece. What is too large by its own word is refused
     before it is read."""
@@ -72,9 +63,10 @@ class BodyLimits:
         if length is None and not chunked:
             await self._app(scope, receive, send)
             return
-        if length is not None and chunked:  # what two servers may read in two ways
-            text = "A request has a Content-Length or a Transfer-Encoding, not both."
-            await refuse(scope, send, 400, "two_lengths", text)
+        if length is not None and (chunked or not LENGTH.fullmatch(length)):
+            # Two servers may read it in two ways.
+            text = "A request has one Content-Length, a number, or a Transfer-Encoding."
+            await refuse(scope, send, 400, "unclear_length", text)
             return
         try:
             body = await self._read(receive, length)

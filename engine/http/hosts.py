@@ -44,7 +44,7 @@ class HostCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._known(Headers(scope=scope).getlist("host")):
-            text = "The Host header does not name this server; --allowed-host adds a name."
+            text = "The Host header does not name this server; serve.allowed_hosts adds names."
             await refuse(scope, send, 403, "unknown_host", text)
             return
         await self._app(scope, receive, send)

@@ -8,22 +8,22 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from engine.guide import Guide
 from engine.http.errors import Problem, route_class
 from engine.http.levels import Router
 from engine.http.openai_shapes import (
     SamplingFields,
     chat_logprobs,
     finish_reason,
+    guide_of,
     openai_error,
     openai_usage,
     sampling_of,
+    tool_choice_of,
 )
 from engine.http.respond import respond_as_stream, respond_at_once
 from engine.http.service import Service
 from engine.http.sse import DONE, frame
 from engine.http.turn import (
-    MAX_CALLS,
     Answer,
     Ask,
     CallArguments,
@@ -33,7 +33,6 @@ from engine.http.turn import (
     Piece,
     Reasoning,
     Text,
-    ToolChoice,
     Turn,
     begin,
 )
@@ -95,44 +94,10 @@ def _ask(body: ChatBody) -> Ask:
         stop=body.stop,
         logprobs=_logprobs(body),
         n=body.n,
-        tool_choice=_tool_choice(body),
-        guide=_guide(body.response_format),
+        tool_choice=tool_choice_of(body.tool_choice, body.tools, body.parallel_tool_calls),
+        guide=guide_of("response_format", body.response_format),
         kvdb=body.kvdb,
     )
-
-
-def _tool_choice(body: ChatBody) -> ToolChoice:
-    choice = body.tool_choice
-    most = 1 if body.parallel_tool_calls is False else MAX_CALLS
-    if choice in (None, "auto"):
-        return ToolChoice()
-    if choice == "none":
-        return ToolChoice("none")
-    if not body.tools:
-        raise UsageError("tool_choice needs tools.")
-    if choice == "required":
-        return ToolChoice("required", most=most)
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        raise UsageError("tool_choice must be auto, none, required, or name a function.")
-    return ToolChoice("required", name, 1)
-
-
-def _guide(given: Mapping[str, Any] | None) -> Guide | None:
-    kind = None if given is None else given.get("type")
-    if given is None or kind == "text":
-        return None
-    if kind == "json_object":
-        return Guide.json()
-    described = given.get("json_schema")
-    schema = described.get("schema") if isinstance(described, Mapping) else None
-    if kind != "json_schema" or not isinstance(schema, Mapping):
-        raise UsageError(
-            "response_format must be of type text, json_object, or json_schema with "
-            "json_schema.schema."
-        )
-    return Guide.schema(schema)
 
 
 def _logprobs(body: ChatBody) -> int | None:

@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from engine.guide import Guide
 from engine.http.errors import Problem
-from engine.http.turn import Chosen, Likely
+from engine.http.turn import MAX_CALLS, Chosen, Likely, ToolChoice
 from engine.http.usage import Usage
 from kvdb.errors import UsageError
 
@@ -80,6 +81,41 @@ def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
         if not -100 <= bias <= 100:
             raise UsageError(f"A logit_bias must be from -100 to 100, not {bias}.")
     return {int(key): float(bias) for key, bias in given.items()}
+
+
+def tool_choice_of(choice: object, tools: object, parallel: bool | None) -> ToolChoice:
+    """Of chats and responses. Raises UsageError."""
+    if choice in (None, "auto"):
+        return ToolChoice()
+    if choice == "none":
+        return ToolChoice("none")
+    if not tools:
+        raise UsageError("tool_choice needs tools.")
+    if choice == "required":
+        return ToolChoice("required", most=1 if parallel is False else MAX_CALLS)
+    named = choice if isinstance(choice, Mapping) and choice.get("type") == "function" else {}
+    function = named.get("function", named)  # responses have its name beside the type
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise UsageError("tool_choice must be auto, none, required, or name a function.")
+    return ToolChoice("required", name, 1)
+
+
+def guide_of(field: str, given: object) -> Guide | None:
+    """What an answer must be by the format in a ``field`` of a body. Raises UsageError."""
+    form = given if isinstance(given, Mapping) else {}
+    kind = form.get("type")
+    if given is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return Guide.json()
+    described = form.get("json_schema", form)  # responses have the schema beside the type
+    schema = described.get("schema") if isinstance(described, Mapping) else None
+    if kind != "json_schema" or not isinstance(schema, Mapping):
+        raise UsageError(
+            f"{field} must be of type text, json_object, or json_schema with a schema."
+        )
+    return Guide.schema(schema)
 
 
 def openai_usage(usage: Usage) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from engine.http.levels import Rules
 
 log = logging.getLogger("kvdb.http.requests")
 
+METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 OVERVIEW = "/v1/kvdb/overview"
 NAMES = (b"x-request-id", b"request-id")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
@@ -85,8 +86,8 @@ class RequestLog:
             line = {
                 "at": datetime.fromtimestamp(self._now(), UTC).isoformat(timespec="milliseconds"),
                 "request_id": request_id,
-                "method": scope["method"],
-                # The path as it is may hold anything; a template holds nothing of the client's.
+                # These may hold anything; a route's template holds nothing of the client's.
+                "method": scope["method"] if scope["method"] in METHODS else None,
                 "route": None if rule is None else rule.template,
                 "status": status or None,
                 "ms": round((self._seconds() - began) * 1000, 1),

@@ -38,30 +38,48 @@ async def respond_at_once(turn: Turn, whole: Whole) -> Response:
         turn.close()
 
 
-async def respond_as_stream(turn: Turn, writer: Writer, keep_alive: float) -> Response:
+async def take_all(turn: Turn, take: Callable[[Piece], object]) -> Usage:
+    """Hand all pieces of the turn to ``take`` as they come, and close it."""
+    try:
+        while not turn.ended:
+            for piece in await turn.pieces():
+                take(piece)
+        return turn.usage()
+    finally:
+        turn.close()
+
+
+async def respond_as_stream(
+    turn: Turn, writer: Writer, keep_alive: float, ping: bytes = b""
+) -> Response:
     """A stream of the turn's pieces. What is wrong with the request is raised while nothing is
-    sent; what comes later is a frame."""
+    sent; what comes later is a frame. ``ping``: see :func:`frames`."""
     try:
         await turn.begun(keep_alive)
     except BaseException:
         turn.close()
         raise
-    return EventStream(frames(turn, writer, keep_alive))
+    return EventStream(frames(turn, writer, keep_alive, ping))
 
 
-async def frames(turn: Turn, writer: Writer, keep_alive: float) -> AsyncGenerator[bytes]:
-    """A turn's stream, closed at its end."""
+async def frames(
+    turn: Turn, writer: Writer, keep_alive: float, ping: bytes = b""
+) -> AsyncGenerator[bytes]:
+    """A turn's stream, closed at its end. ``ping`` is an event that says that the stream is alive,
+    for clients that do not count comments."""
     try:
         if first := writer.start():
             yield first
         while not turn.ended:
             pieces = await turn.pieces(keep_alive)
             body = b"".join(
-                progress_comment(piece) if isinstance(piece, Progress) else writer.piece(piece)
+                progress_comment(piece) + ping
+                if isinstance(piece, Progress)
+                else writer.piece(piece)
                 for piece in pieces
             )
             if body or not pieces:
-                yield body or KEEP_ALIVE
+                yield body or ping or KEEP_ALIVE
         if last := writer.end(turn.usage()):
             yield last
     except Exception as error:  # the border: a stream that began can only say it in a frame

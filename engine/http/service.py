@@ -221,6 +221,16 @@ class Service:
         facts = self.facts(model)
         return await asyncio.to_thread(load) if facts is None else facts
 
+    async def count(self, model: str, request: Request) -> int:
+        """How many tokens the prompt of a request has, between two steps of the engine: counted by
+        what would run it, with the tokens of earlier answers. Raises PromptError."""
+
+        def count() -> int:
+            with self.pool.engine(model) as engine:
+                return engine.call(lambda worker: len(worker.encode(request).tokens))
+
+        return await asyncio.to_thread(count)
+
     def texts(self, model: str) -> TokenTexts:
         """The texts of a model's tokens."""
         if model not in self._texts:

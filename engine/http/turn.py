@@ -122,10 +122,11 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The last piece of an answer."""
+    """The last piece of an answer; ``stop_text`` is the stop text that ended it."""
 
     index: int
     reason: Reason
+    stop_text: str | None = None
 
 
 Piece = Text | Reasoning | CallStart | CallArguments | Chosen | Ended | Progress
@@ -189,6 +190,11 @@ class Turn:
         sent. Not longer than ``seconds``, so that a stream can say that it is alive."""
         self._early = await self._answering.events(seconds)
 
+    @property
+    def prompt(self) -> Progress | None:
+        """The prompt's tokens and how many were restored, where :meth:`begun` saw it."""
+        return next((event for event in self._early if isinstance(event, Progress)), None)
+
     async def pieces(self, seconds: float | None = None) -> list[Piece]:
         """What came; nothing after ``seconds``. Raises what the engine raised, Stopping for an
         answer cut short by the server's end, TooLate for one that never began."""
@@ -243,7 +249,7 @@ class Turn:
             yield from _said(event.index, parser.end())
             if parser.calls and reason == "stop":
                 reason = "tool_calls"
-        yield Ended(event.index, reason)
+        yield Ended(event.index, reason, event.stop_text if reason == "stop" else None)
 
     def _pieces(self, index: int, parser: AnswerParser | None, text: str) -> Iterator[Piece]:
         if parser is None:
@@ -319,9 +325,12 @@ async def begin(service: Service, http: HttpRequest, model: str, ask: Ask) -> Tu
     wishes = read_wishes(http.headers, ask.kvdb, caller_of(http))
     request = request_of(ask, wishes, served, service.limits)
     choice = ask.tool_choice
-    if choice.mode == "required":
-        facts = await service.loaded_facts(served.name)
-        guide = call_guide(facts.answer_style, request.tools or (), choice.name, choice.most)
+    # What must be JSON may be a call instead.
+    either = choice.mode == "auto" and ask.guide is not None and request.tools
+    if choice.mode == "required" or either:
+        style = (await service.loaded_facts(served.name)).answer_style
+        otherwise = ask.guide if either else None
+        guide = call_guide(style, request.tools or (), choice.name, choice.most, otherwise)
         request = replace(request, guide=guide)
     name = wishes.request_id or getattr(http.state, "request_id", None)
     calls = bool(request.tools) and choice.mode != "none"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine.events import Stats
+    from engine.events import Hold, Stats
     from kvdb.segments import Segment
 
 
@@ -19,13 +19,15 @@ class Usage:
     cached: int
     generated: int
     kvdb: dict[str, Any]
+    holds: tuple[Hold, ...] = ()
 
 
 def usage_of(stats: Sequence[Stats], segments: Sequence[Segment] = ()) -> Usage:
     """The usage of a request whose answers ended with ``stats``, the first one first."""
     first = stats[0]
     generated = sum(each.generated_tokens for each in stats)
-    return Usage(first.prompt_tokens, first.restored_tokens, generated, _kvdb(first, segments))
+    told = _kvdb(first, segments)
+    return Usage(first.prompt_tokens, first.restored_tokens, generated, told, first.holds)
 
 
 def usage_of_all(usages: Sequence[Usage]) -> Usage:
@@ -68,6 +70,8 @@ def _kvdb(stats: Stats, segments: Sequence[Segment]) -> dict[str, Any]:
             found["diverged_at"]["message"] = where
     if stats.held:
         found["held"] = True
+    if stats.holds:
+        found["marks"] = [asdict(hold) for hold in stats.holds]
     return found
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
-from engine.prompt.boundaries import answer_starts, chat_segments, unstable_at
+from engine.prompt.boundaries import answer_starts, chat_segments, mark_end, unstable_at
 from engine.prompt.splice import Piece, encode_spliced, joined_ids
 from engine.prompt.template import mentions_tools
 from engine.prompt.tokenizer import template_source
@@ -18,7 +19,7 @@ from kvdb.identity import Tokens, as_tokens
 from kvdb.segments import Segment, content_digest
 
 if TYPE_CHECKING:
-    from engine.events import Request
+    from engine.events import Mark, Request
     from engine.prompt.memory import Recall, Splice
     from engine.prompt.tokenizer import PromptTokenizer
 
@@ -50,15 +51,26 @@ class Prompt:
         template = None if self.tokenizer is None else self.tokenizer.template
         if template is None or not self.pieces or self.text is None:
             return []
-        ends = np.concatenate([piece.ends() for piece in self.pieces])
         return chat_segments(
             template,
             request.messages or (),
             request.tools,
             request.template_options,
             self.text,
-            ends,
+            self._token_ends(),
         )
+
+    def _token_ends(self) -> npt.NDArray[np.int64]:
+        """Where each token ends in the text, in characters."""
+        return np.concatenate([piece.ends() for piece in self.pieces])
+
+    def mark_ends(self, marks: Sequence[Mark]) -> list[int]:
+        """How many tokens lie before each mark; 0 where that cannot be told."""
+        request = self.request
+        if not marks or not request.messages or not self.pieces or self.text is None:
+            return [0] * len(marks)
+        segments, ends = self.segments(), self._token_ends()
+        return [mark_end(mark, request.messages, segments, self.text, ends) for mark in marks]
 
     def unstable_at(self) -> int | None:
         """See :func:`engine.prompt.boundaries.unstable_at`; None for what is no chat."""
@@ -172,6 +184,8 @@ def _text(request: Request, tokenizer: PromptTokenizer | None, loaded: Any | Non
     template = None if tokenizer is None else tokenizer.template
     ours = isinstance(template, ToolTemplate) and uses_tools(request.messages, request.tools)
     if loaded is not None and not ours:
+        if template is None and request.tools:
+            _check_tools(loaded)
         text = _render_by_loaded(request, options, loaded)
     elif template is not None:
         text = template.render(request.messages, request.tools, options=options)
@@ -181,14 +195,18 @@ def _text(request: Request, tokenizer: PromptTokenizer | None, loaded: Any | Non
     return text
 
 
+def _check_tools(loaded: Any) -> None:
+    """Raise PromptError where tools would be left out unseen."""
+    source = template_source(loaded)
+    if isinstance(source, str) and not mentions_tools(source):
+        raise PromptError("The model's chat template has no tools.")
+
+
 def _render_by_loaded(request: Request, options: Mapping[str, Any], loaded: Any) -> str:
     from jinja2.exceptions import TemplateError
 
     if not loaded.has_chat_template:
         raise PromptError("The model has no chat template: give its prompt as text.")
-    source = template_source(loaded)
-    if request.tools and isinstance(source, str) and not mentions_tools(source):
-        raise PromptError("The model's chat template has no tools.")
     try:
         more = dict(options)
         if request.tools is not None:

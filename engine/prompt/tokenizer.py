@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -75,17 +75,6 @@ class PromptTokenizer:
         if self.backend.normalizer is not None:
             return None
         return max(map(len, self.backend.get_vocab()), default=1)
-
-    def opens_reasoning(self, options: Mapping[str, Any]) -> bool:
-        """Does a chat with these options of the template leave the answer inside of opened
-        reasoning?"""
-        if self.template is None or self.style.thinking is None:
-            return False
-        try:
-            text = self.template.render([{"role": "user", "content": "?"}], options=options)
-        except PromptError:
-            return False
-        return self.style.opens_reasoning(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special ones too. Unknown ids have none."""

@@ -1,4 +1,4 @@
-"""What shards do not hold (names, history, settings, keys, recency), from an old index."""
+"""What shards do not hold (names, history, settings, keys, responses), from an old index."""
 
 from __future__ import annotations
 
@@ -77,11 +77,13 @@ class _Rest:
     answers: list[tuple[bytes, bytes, int]]
     access: list[tuple[bytes, str, int, int, int, int]]
     tenants: list[tuple[bytes, str]]
-    keys: _Rows
+    own: dict[str, _Rows]
 
 
 # Kept totals, each row with a namespace; 0, and a namespace that is gone, is "none".
 TOTALS = ("request_totals", "hourly_totals", "eviction_totals", "write_totals")
+# Tables that refer to no other.
+OWN_TABLES = ("keys", "responses")
 KEPT_COUNTERS = ("tick", "age_ratio", "cow_copies", "blocks_dropped", "blocks_too_large")
 
 
@@ -117,13 +119,14 @@ def _read_rest(old: Connection, own_columns: set[str]) -> _Rest:
             "WHERE state = 'live'"
         ).fetchall(),
         tenants=old.execute("SELECT fingerprint, tenant FROM namespaces").fetchall(),
-        keys=_read_keys(old),
+        own={table: _read_own(old, table) for table in OWN_TABLES},
     )
 
 
-def _read_keys(old: Connection) -> _Rows:
-    columns = list(_columns(old, "keys"))
-    return _Rows(columns, old.execute("SELECT * FROM keys").fetchall() if columns else [])
+def _read_own(old: Connection, table: str) -> _Rows:
+    columns = list(_columns(old, table))
+    rows = old.execute(f"SELECT * FROM {table}").fetchall() if columns else []  # noqa: S608
+    return _Rows(columns, rows)
 
 
 def _columns(connection: Connection, table: str) -> dict[str, bool]:
@@ -160,12 +163,12 @@ def _write_totals(connection: Connection, table: str, old: _Rows) -> int:
     return _each(connection, insert, values)
 
 
-def _write_keys(connection: Connection, old: _Rows) -> int:
+def _write_own(connection: Connection, table: str, old: _Rows) -> int:
     """Returns how many rows are of no use."""
-    if not set(old.columns) <= set(_columns(connection, "keys")):
+    if not set(old.columns) <= set(_columns(connection, table)):
         return len(old.rows)
     insert = (
-        f"INSERT INTO keys ({', '.join(old.columns)}) "  # noqa: S608 - names of our own table
+        f"INSERT INTO {table} ({', '.join(old.columns)}) "  # noqa: S608 - one of OWN_TABLES
         f"VALUES ({', '.join('?' * len(old.columns))})"
     )
     return _each(connection, insert, old.rows)
@@ -204,7 +207,7 @@ def _write_rest(database: Database, rest: _Rest) -> tuple[int, list[str]]:
         refused += _set_settings(connection, rest.settings)
         set_tenant = "UPDATE namespaces SET tenant = ?2 WHERE fingerprint = ?1"
         refused += _each(connection, set_tenant, rest.tenants)
-        refused += _write_keys(connection, rest.keys)
+        refused += sum(_write_own(connection, *item) for item in rest.own.items())
         set_counter = "UPDATE counters SET value = ?2 WHERE name = ?1"
         refused += _each(connection, set_counter, rest.counters)
         for name, tip, fingerprint, tenant, expires, created in rest.sequences:

@@ -510,6 +510,17 @@ def test_a_conversation_goes_on_after_a_kill(tmp_path: Path, make_engine: Any) -
     assert done.returncode == -signal.SIGKILL, done.stderr
     prompt, ids, text = json.loads(done.stdout)
     chat = [user(QUESTIONS[0]), assistant(text), user(QUESTIONS[1])]
+    options = ["--model", folder, "--store", tmp_path / "store", "--block-tokens", str(BLOCK)]
+    explained = subprocess.run(
+        [sys.executable, "-m", "kvdb", "explain", "--json", "--file", "-", *map(str, options)],
+        input=json.dumps(chat),
+        env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert explained.returncode == 0, explained.stderr
+    assert json.loads(explained.stdout)["hit_tokens"] >= len(prompt) + len(ids) - 1
     with kvdb.open(tmp_path / "store", min_free_bytes=0) as store:
         engine = make_engine(store, folder, block_tokens=BLOCK)
         after, _, _, end = turn(engine, chat)

@@ -101,6 +101,7 @@ def start(tmp_path_factory: pytest.TempPathFactory, chat_folder: Path) -> Iterat
             max_tokens: int = 24,
             adapt: Callable[[Request], Request] | None = None,
             folder: Path | None = None,
+            model: Path = chat_folder,
             store: bool = True,
         ) -> Running:
             path = folder or tmp_path_factory.mktemp("store") / "store"
@@ -110,7 +111,7 @@ def start(tmp_path_factory: pytest.TempPathFactory, chat_folder: Path) -> Iterat
             options = EngineOptions(BLOCK_TOKENS, step=step, max_running=max_running)
             pooled = PoolOptions(default=PooledModel(engine_options=options))
             pool = stack.enter_context(Pool(opened, pooled))
-            served = Served(str(chat_folder), ("tiny",), max_tokens, max_running=max_running)
+            served = Served(str(model), ("tiny",), max_tokens, max_running=max_running)
             service = Service(pool, opened, [served], limits, adapt=adapt)
             access = AccessOptions()
             guard = access_control(access, opened, Rules(ROUTERS))

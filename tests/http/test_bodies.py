@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.http.bodies import check_nesting, nesting, parse_json
+from engine.http.bodies import check_nesting, nesting
 from kvdb.errors import UsageError
 
 VALUES = st.recursive(
@@ -49,10 +49,3 @@ def test_nesting_is_what_a_parser_finds(value: Any, ascii_only: bool) -> None:
 def test_deep_json_is_refused(body: bytes) -> None:
     with pytest.raises(UsageError):
         check_nesting(body, 64)
-
-
-def test_a_document_is_parsed_or_refused_in_one_sentence() -> None:
-    assert parse_json(b'{"a": [1]}', 2) == {"a": [1]}
-    for wrong in (b"{", b"\xff", b"[[[1]]]", b"", "{}".encode("utf-32")):
-        with pytest.raises(UsageError, match=r"^The body .*\.$"):
-            parse_json(wrong, 2)

@@ -182,4 +182,4 @@ def test_errors_have_openais_classes(limited: Running) -> None:
         limited.client.chat.completions.create(model="tiny", messages=chat(), top_p=2)
     for wrong in (b"", b"{", b"[]", b'"x"', b"\xff", b'{"messages": NaN}', b"[" * 5000):
         assert limited.post("/v1/chat/completions", wrong).status_code == 400
-    assert limited.post("/nothing", {}).json()["error"]["code"] == "http_error"
+    assert limited.post("/nothing", {}).json()["error"]["code"] == "not_found"

@@ -157,6 +157,18 @@ def test_an_answer_is_json_by_a_schema(scripted: Running) -> None:
     assert both(scripted, response_format={"type": "json_object"})["text"].startswith("{")
 
 
+def test_what_must_be_json_may_be_a_call(scripted: Running, script: Script) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "place", "schema": PLACE}}
+    script.text = OTHER
+    told = both(scripted, tools=TOOLS, response_format=form)
+    assert [call["name"] for call in told["calls"]] == ["read_file"]
+    script.text = '{"city": "Rome", "warm": true}'
+    assert both(scripted, tools=TOOLS, response_format=form)["text"] == script.text
+    script.text = None
+    told = both(scripted, tools=TOOLS, response_format=form, temperature=1.0, seed=1)
+    assert told["calls"] or told["text"][0] in "{<"
+
+
 @pytest.mark.parametrize(
     ("more", "word"),
     [
