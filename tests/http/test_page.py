@@ -211,6 +211,8 @@ def test_a_chat_shows_the_prefill_and_stops(server: Running, browser: Any) -> No
         page.click("#send")
         page.wait_for_selector(".assistant progress")
         assert "Prefill" in page.inner_text(".assistant .facts")
+        box = page.locator(".assistant progress").bounding_box()
+        assert 0 < box["y"] < page.locator("#ask").bounding_box()["y"]  # and is in sight
         page.click("#stop")
         page.wait_for_selector("#send", state="visible")
         assert page.inner_text(".assistant .facts") == "Stopped"
