@@ -187,11 +187,10 @@ def test_the_bar_of_a_prefill_moves_without_reload(server: Running, browser: Any
 def test_a_chat_says_what_was_cached(server: Running, browser: Any) -> None:
     questions = [WORDS.upper() * 5 + "<b>?", "and then?"]
     with Tab(browser, server.url, "/chat") as page:
-        for question in questions:
+        for number, question in enumerate(questions):
             page.fill("#text", question)
             page.keyboard.press("Enter")
-            page.wait_for_selector("#stop", state="visible")
-            page.wait_for_selector("#send", state="visible")
+            page.locator(".assistant .facts", has_text="cached").nth(number).wait_for()
         told = page.locator(".assistant .facts").all_inner_texts()
         asked = page.locator(".user").all_inner_texts()
         assert asked == questions
