@@ -284,12 +284,12 @@ def test_a_call_is_answered_whole_and_as_a_stream(
         assert 0 <= told.cached <= told.prompt
     # History has a row an answer, and a prompt that has several counts for each.
     n = body.get("n", 1)
-    rows = len(whole.texts) + len(streamed.texts)
-    last = f"(SELECT * FROM requests ORDER BY id DESC LIMIT {rows})"
-    counts = ("prompt", "restored", "generated")
-    prompt, cached, generated = (
-        server.one(f"SELECT sum({of}_tokens) FROM {last}")[0] for of in counts
-    )  # noqa: S608
+    assert server.store is not None
+    assert server.store.flush(30)
+    rows = server.store.sql(
+        "SELECT prompt_tokens, restored_tokens, generated_tokens FROM requests ORDER BY id DESC"
+    ).rows[: len(whole.texts) + len(streamed.texts)]
+    prompt, cached, generated = (sum(column) for column in zip(*rows, strict=True))
     assert prompt == n * (whole.prompt + streamed.prompt)
     assert generated == whole.generated + streamed.generated
     assert n > 1 or cached == whole.cached + streamed.cached
