@@ -207,7 +207,6 @@ def test_a_conversation_hits_from_its_second_turn_on_and_after_a_kill(
     before: list[list[int]] = []
     with kvdb.open(tmp_path / "store") as store:
         rows = store.sql(HITS).rows
-        print(*rows, sep="\n")
         assert not store.verify().problems
     assert len(prompts) == len(rows) == len(told) == 12
     for turn, (prompt, row, usage) in enumerate(zip(prompts, rows, told, strict=True), 1):
