@@ -1,7 +1,8 @@
 """Conversations as agents lead them, through ``kvdb serve``: they hit, also after a kill.
 
 Twelve turns with tools, reasoning and a long system prompt, in two dialects; the server is killed
-in the midst of the sixth. What each turn could reuse is counted on the token ids that were sent to the model.
+in the midst of the sixth. What each turn could reuse is counted on the token ids that were sent to
+the model.
 """
 
 from __future__ import annotations
@@ -217,10 +218,8 @@ def test_conversations_hit_from_their_second_turn_on_and_after_a_kill(tmp_path: 
         assert not store.verify().problems
     # As they were asked.
     rows = [*found[0][:half], *found[1][:half], *found[0][half:], *found[1][half:]]
-    told = [
-        *(row for t in talks for row in t.told[:half]),
-        *(r for t in talks for r in t.told[half:]),
-    ]
+    first, second = (talk.told for talk in talks)
+    told = [*first[:half], *second[:half], *first[half:], *second[half:]]
     turns = [*range(1, half + 1)] * 2 + [*range(KILLED_IN, 13)] * 2
     tokenizer = load_tokenizer(model)
     before: list[list[int]] = []
