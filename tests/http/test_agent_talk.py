@@ -61,7 +61,7 @@ ANSWERS = [
     f"{SEARCH}\n{READ}",
     "It is warm, and the file is short.",
     thought("Another question: I read again.") + READ,
-    thought("Hm. " * 60) + SEARCH,
+    thought("Hm. " * 120) + SEARCH,
     READ,
     "The file says: Fünf Füchse 🦊 read.",
     thought("Once more.") + SEARCH,
@@ -200,8 +200,8 @@ def test_conversations_hit_from_their_second_turn_on_and_after_a_kill(tmp_path: 
     with scripted(tmp_path) as server:
         for talk in talks:
             lead(talk, server.url, KILLED_IN - 1)
-        for talk in talks:
-            said = talk.begin(server.url)
+        streams = [talk.begin(server.url) for talk in talks]
+        for said in streams:
             for _ in range(20):  # then it is in the midst of its reasoning
                 next(said)
         server.end(signal.SIGKILL)
