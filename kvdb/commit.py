@@ -11,12 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvdb import holding, index, quotas, thinning
+from kvdb import holding, index, thinning
 from kvdb.clock import Environment
 from kvdb.codecs import Codec
-from kvdb.compaction import Compactor
 from kvdb.driver import Connection, Database, sqlite3
-from kvdb.errors import KvdbError
 from kvdb.history import trim_history
 from kvdb.identity import ROOT_PARENT, Checksum, extra_by_block
 from kvdb.limit import Limit
@@ -24,6 +22,7 @@ from kvdb.ramtier import PartKey, RamTier, admit
 from kvdb.reader import ShardReader
 from kvdb.reservation import Reservation, Reservations
 from kvdb.retention import Retention
+from kvdb.room import Room
 from kvdb.shards import (
     Bytes,
     NamespaceRecord,
@@ -37,9 +36,6 @@ from kvdb.visible import Incoming, Visible, missing_parts
 from kvdb.writer import Payload, PutJob, Task, Ticket
 
 log = logging.getLogger("kvdb.writer")
-
-# Compact before evicting once this share of the limit is dead bytes in living shards.
-WASTE_SHARE = 16
 
 
 class _Missing(NamedTuple):
@@ -99,7 +95,7 @@ class Committer:
         environment: Environment,
         codec: Codec,
         reservations: Reservations,
-        compactor: Compactor,
+        room: Room,
         reader: ShardReader,
         spreader: Spreader,
         ram: RamTier[Bytes],
@@ -110,7 +106,7 @@ class Committer:
         self._environment = environment
         self._codec = codec
         self._reservations = reservations
-        self._compactor = compactor
+        self._room = room
         self._reader = reader
         self._spreader = spreader
         self._ram = ram
@@ -258,52 +254,16 @@ class Committer:
 
     def _reserve(self, shard: _Shard, jobs: Sequence[PutJob]) -> list[_Placed]:
         """Reserve room for a shard, making it first. What finds none is dropped."""
-        found = self._find_room(shard, jobs)
+        found = self._room.find(
+            shard.namespace_id,
+            shard.nbytes,
+            shard.part_bytes,
+            lambda connection: _ancestors(connection, jobs),
+        )
         if isinstance(found, Reservation):
             return [_Placed(found, shard)]
         shard.drop(found)
         return []
-
-    def _find_room(self, shard: _Shard, jobs: Sequence[PutJob]) -> Reservation | str:
-        """The reservation, or why there is none."""
-        if not self._limit.disk_allows(shard.nbytes):
-            return "disk_full"
-        with self._database.read() as connection:
-            over = quotas.excess(connection, shard.namespace_id, shard.part_bytes)
-            protect = _ancestors(connection, jobs)
-        if over is not None:
-            nbytes, namespaces = over
-            report = self._retention.free(
-                nbytes, reason="quota", protect=protect, namespaces=namespaces, live=True
-            )
-            if report.nbytes < nbytes:
-                return "quota"
-        while True:
-            with self._database.write() as connection:
-                excess = self._reservations.excess(connection, shard.nbytes)
-                if excess <= 0:
-                    return self._reservations.reserve(connection, shard.namespace_id, shard.nbytes)
-                protect = _ancestors(connection, jobs)
-            if self._give_back_waste(excess):
-                continue
-            # Room goes in bigger bites than one shard, so that not every put has to evict.
-            bite = max(excess, min(self._limit.shard_bytes, self._limit.max_bytes // 64))
-            freed = self._retention.free(bite, protect=protect, compact=self._compact_waste)
-            if freed.freed_bytes < excess:
-                return "limit"
-
-    def _give_back_waste(self, excess: int) -> bool:
-        """Dead bytes between live ones go before any block does; True when some did."""
-        if self._compactor.waste() <= max(excess, self._limit.max_bytes // WASTE_SHARE):
-            return False
-        return self._compact_waste() > 0
-
-    def _compact_waste(self) -> int:
-        try:
-            return self._compactor.run(small=False).freed_bytes
-        except (KvdbError, OSError) as error:
-            log.warning("compaction failed: %s", error)
-            return 0
 
     def _publish(self, placed: Sequence[_Placed]) -> list[_Placed]:
         """Write the files, several at a time: one is written while another is synced."""

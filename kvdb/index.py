@@ -423,6 +423,17 @@ def ensure_namespace(
     )
 
 
+def find_or_add_namespace(
+    connection: Connection, record: NamespaceRecord, now: int
+) -> tuple[int, bool]:
+    """The id of a namespace, and whether it was inserted: nobody's, until an engine opens it. One
+    that is there keeps its name and tenant."""
+    row = connection.execute(FIND_NAMESPACE, (record.fingerprint,)).fetchone()
+    if row is not None:
+        return int(row[0]), False
+    return ensure_namespace(connection, record, now), True
+
+
 def namespace_record(connection: Connection, namespace_id: int) -> NamespaceRecord:
     """A namespace as its shards describe it. Raises UsageError when there is none."""
     row = connection.execute(NAMESPACE_RECORD, (namespace_id,)).fetchone()
