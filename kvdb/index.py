@@ -380,7 +380,7 @@ def supersede_tails(
     )
     rows = connection.execute(statement, (key, token_count)).fetchall()
     for block_id, own in rows:
-        if tokens.startswith(own):
+        if own and tokens.startswith(own):  # none: they were withheld
             connection.execute(SUPERSEDE, (block_id,))
 
 

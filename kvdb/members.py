@@ -58,7 +58,7 @@ DESCRIBE = (
 class Member:
     """One block of ``record``'s namespace, with the bytes of its parts as stored.
 
-    ``tokens`` and ``extra`` are None where they were left out: then the hash cannot be checked.
+    ``tokens`` and ``extra`` are None where they were withheld: then the hash cannot be checked.
     ``parent`` is 32 zero bytes at the root; ``build`` is the digest of what computed the block.
     """
 
@@ -125,19 +125,18 @@ class Member:
         return replace(self, tokens=None, extra=None)
 
     def block(self, origin: str = "import") -> ShardBlock:
-        """The block as a shard describes it; its tokens must be there."""
-        if self.tokens is None or self.extra is None:
-            raise UsageError("A block without its tokens cannot be written to a shard.")
+        """The block as a shard describes it."""
         return ShardBlock(
             self.hash,
             self.parent,
             self.depth,
-            self.tokens,
-            self.extra,
+            np.empty(0, "<u4") if self.tokens is None else self.tokens,
+            self.extra or (),
             origin,
             self.exact,
             self.build,
             self.parts,
+            self.token_count if self.tokens is None else 0,
         )
 
 
@@ -172,8 +171,8 @@ def read_member(store: Store, record: NamespaceRecord, block_id: int) -> Member 
             parent,
             depth,
             count,
-            index.tokens_from_blob(tokens),
-            tuple(decode_extra(extra)),
+            index.tokens_from_blob(tokens) if tokens else None,
+            tuple(decode_extra(extra)) if tokens else None,
             bool(exact),
             build,
             tuple(parts),
@@ -283,7 +282,7 @@ def parse_member(data: bytes | memoryview | Bytes, record: NamespaceRecord) -> M
         OverflowError,
         RecursionError,
     ) as error:
-        raise IntegrityError(f"A block's description is wrong: {error!r}.") from error
+        raise IntegrityError(f"A block's description is wrong ({type(error).__name__}).") from error
     # What is said twice, in another order, or beside the format would not be written again.
     if canonical != head:
         raise IntegrityError("A block's description is not in canonical form.")
@@ -302,7 +301,7 @@ def _read_head(view: memoryview) -> tuple[bytes, dict[str, Any]]:
     header = json.loads(bytes(view[8 : 8 + length]))
     described = json.loads(header["__metadata__"]["kvdb"])
     if described["format"] != FORMAT:
-        raise IntegrityError(f"Block format {described['format']} is not known.")
+        raise IntegrityError(f"Block format {described['format']!r:.80} is not known.")
     return bytes(view[: 8 + length]), described
 
 
@@ -352,14 +351,16 @@ def _described_part(record: NamespaceRecord, row: Sequence[Any], tokens: int) ->
     name, codec, nbytes, raw_nbytes, checksum = row
     spec = record.layout.by_name.get(name)
     if spec is None or type(raw_nbytes) is not int or raw_nbytes != spec.nbytes(tokens):
-        raise IntegrityError(f"Part {name!r} is not one of the namespace's layout.")
+        raise IntegrityError(f"Part {name!r:.80} is not one of the namespace's layout.")
     if codec not in CODECS:
-        raise IntegrityError(f"Part {name!r} names the codec {codec!r}, which is not known here.")
+        raise IntegrityError(
+            f"Part {name!r:.80} names the codec {codec!r:.80}, which is not known here."
+        )
     if type(nbytes) is not int or nbytes < 0 or (codec == "raw" and nbytes != raw_nbytes):
-        raise IntegrityError(f"Part {name!r} declares {nbytes} bytes.")
+        raise IntegrityError(f"Part {name!r:.80} declares {nbytes!r:.80} bytes.")
     digest = bytes.fromhex(checksum)
     if len(digest) != CHECKSUM_BYTES:
-        raise IntegrityError(f"Part {name!r} has a checksum of {len(digest)} bytes.")
+        raise IntegrityError(f"Part {name!r:.80} has a checksum of {len(digest)} bytes.")
     return ShardPart(name, codec, nbytes, raw_nbytes, digest)
 
 

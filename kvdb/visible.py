@@ -102,7 +102,7 @@ class Visible:
                 parent_id=parent_id,
                 namespace_id=incoming.namespace_id,
                 depth=incoming.depth,
-                token_count=len(block.tokens),
+                token_count=block.token_count,
                 origin=incoming.origin,
                 exact=incoming.exact,
                 build_id=incoming.build_id,
@@ -124,7 +124,7 @@ class Visible:
             connection,
             parent_id=parent_id,
             namespace_id=incoming.namespace_id,
-            token_count=len(block.tokens),
+            token_count=block.token_count,
             tokens=tokens,
         )
         return block_id

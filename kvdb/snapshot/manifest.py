@@ -43,7 +43,8 @@ class BuildNote:
 class Manifest:
     """``namespaces`` in order of their fingerprints; others name one by its number. ``codecs`` are
     those of the parts, with their parameters. ``recoded`` is the codec that the export was told to
-    use. ``blocks`` and ``raw_bytes`` are what was chosen: what went meanwhile is missing."""
+    use. Without ``tokens`` those of some blocks are withheld. ``blocks`` and ``raw_bytes`` are what
+    was chosen: what went meanwhile is missing."""
 
     namespaces: tuple[NamespaceRecord, ...]
     builds: tuple[BuildNote, ...]
@@ -95,7 +96,7 @@ class Manifest:
                 raise SnapshotRejected("The snapshot has no format.")
             if document["format"] > FORMAT:
                 raise SnapshotRejected(
-                    f"The snapshot has format {document['format']}, this program reads up to "
+                    f"The snapshot has format {document['format']:.8g}, this program reads up to "
                     f"{FORMAT}; upgrade kvdb."
                 )
             manifest = _parse(document)
@@ -110,17 +111,19 @@ class Manifest:
             RecursionError,
             UsageError,
         ) as error:
-            raise SnapshotRejected(f"The snapshot's manifest is wrong: {error!r}.") from error
+            raise SnapshotRejected(
+                f"The snapshot's manifest is wrong ({type(error).__name__})."
+            ) from error
         except SnapshotRejected:
             raise
         except IntegrityError as error:
-            raise SnapshotRejected(f"The snapshot's manifest is wrong: {error}") from error
+            raise SnapshotRejected(f"The snapshot's manifest is wrong: {error!s:.300}") from error
         if canonical != data:
             raise SnapshotRejected("The snapshot's manifest is not in canonical form.")
         unknown = sorted(set(manifest.codecs) - set(CODECS))
         if unknown:
             raise SnapshotRejected(
-                f"The snapshot needs the codec {unknown[0]!r}, which this program does not have."
+                f"The snapshot needs the codec {unknown[0]!r:.80}, which is not known here."
             )
         return manifest
 

@@ -25,7 +25,8 @@ LIVE_BLOCKS = (
     "b.created_at, b.token_count, "
     "(SELECT sum(nbytes) FROM parts WHERE block_id = b.id), "
     "(SELECT sum(raw_nbytes) FROM parts WHERE block_id = b.id), "
-    "(SELECT group_concat(codec) FROM parts WHERE block_id = b.id), b.build_id "
+    "(SELECT group_concat(codec) FROM parts WHERE block_id = b.id), b.build_id, "
+    "(SELECT length(tokens) > 0 FROM block_tokens WHERE block_id = b.id) "
     "FROM blocks AS b WHERE b.state = 'live'"
 )
 NAMESPACES = "SELECT id, fingerprint, model FROM namespaces ORDER BY fingerprint"
@@ -85,6 +86,7 @@ class _Row(NamedTuple):
     raw_nbytes: int | None
     codecs: str
     build_id: int | None
+    has_tokens: int | None
 
     @property
     def cost(self) -> int:
@@ -126,7 +128,7 @@ def make_plan(store: Store, selection: Selection, *, tokens: bool, recoded: str 
                 for name, namespace_id, tip, expires_at in named
                 if tip in chosen and (not selection.sequences or name in selection.sequences)
             ),
-            tokens,
+            tokens and all(rows[id_].has_tokens for id_ in chosen),
             recoded,
             len(blocks),
             sum(rows[id_].raw_nbytes or 0 for id_ in chosen),
