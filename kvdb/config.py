@@ -19,6 +19,8 @@ from kvdb.machine import memory_bytes
 PREFIX = "KVDB_"
 FILE_NAME = "kvdb.toml"
 FILE_VARIABLE = "KVDB_CONFIG"
+# A secret, and so no setting: it is never shown, and has no place in a file.
+PASSPHRASE_VARIABLE = "KVDB_PASSPHRASE"  # noqa: S105 - its name
 # A GPU computes state faster than a disk takes it: the queue holds what a long prompt is ahead.
 LEAST_QUEUE_BYTES = 256 << 20
 _UNITS = {
@@ -203,7 +205,7 @@ def load(
         for key, raw in _read(file).items():
             values[key] = _value(key, raw, str(file), f"{key} in {file}")
     for name, raw in sorted(environment.items()):
-        if name.startswith(PREFIX) and name != FILE_VARIABLE:
+        if name.startswith(PREFIX) and name not in (FILE_VARIABLE, PASSPHRASE_VARIABLE):
             key = name.removeprefix(PREFIX).lower()
             values[key] = _value(key, raw, name, name)
     for key, raw in (flags or {}).items():
