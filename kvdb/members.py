@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +27,7 @@ from kvdb.identity import (
     decode_extra,
 )
 from kvdb.layout import DTYPES
-from kvdb.reader import Damaged, Location
+from kvdb.reader import Damaged, Location, empty_bytes
 from kvdb.shards import (
     CHECKSUM_BYTES,
     HEADER_CAP_BYTES,
@@ -149,9 +149,15 @@ def _part(hash_: bytes, name: str, codec: str, stored: Bytes, raw_nbytes: int) -
 # -- out of a store ------------------------------------------------------------------------------
 
 
-def read_member(store: Store, record: NamespaceRecord, block_id: int) -> Member | None:
-    """A live block with all parts that can be read, verified; ``record`` is its namespace. None
-    when it is not live (any more): evicted, damaged, or its shard cannot be read now."""
+def read_member(
+    store: Store,
+    record: NamespaceRecord,
+    block_id: int,
+    allocate: Callable[[int], Bytes] = empty_bytes,
+) -> Member | None:
+    """A live block with all parts that can be read, verified; ``record`` is its namespace,
+    ``allocate`` gives memory for a part's bytes. None when it is not live (any more): evicted,
+    damaged, or its shard cannot be read now."""
     for _ in range(READ_TRIES):
         with store.database.read() as connection:
             row = connection.execute(DESCRIBE, (block_id,)).fetchone()
@@ -161,7 +167,7 @@ def read_member(store: Store, record: NamespaceRecord, block_id: int) -> Member 
         parts: list[ShardPart] = []
         try:
             for (_, name), place in sorted(places.items()):
-                parts.append(_read_part(store, name, place))
+                parts.append(_read_part(store, name, place, allocate))
         except _Changed:
             continue  # moved by compaction, replaced by an exact twin, or dropped: look again
         hash_, parent, depth, count, tokens, extra, exact, build = row
@@ -185,9 +191,11 @@ class _Changed(Exception):
     """A part was not where its row said."""
 
 
-def _read_part(store: Store, name: str, place: Location) -> ShardPart:
+def _read_part(
+    store: Store, name: str, place: Location, allocate: Callable[[int], Bytes]
+) -> ShardPart:
     try:
-        stored = store.reader.read_stored(place)
+        stored = store.reader.read_stored(place, allocate)
     except Damaged as damage:
         store.report_damage(place, damage)
         raise _Changed from damage

@@ -6,6 +6,7 @@ before it was held) is left out with its descendants.
 
 from __future__ import annotations
 
+import concurrent.futures
 import hashlib
 import os
 import tempfile
@@ -20,6 +21,7 @@ from kvdb.durable import FileSystem, write_all
 from kvdb.errors import IntegrityError, KvdbError, StoreMissing, UsageError
 from kvdb.members import parse_member, read_member
 from kvdb.shards import HEADER_CAP_BYTES
+from kvdb.snapshot.arenas import Arenas
 from kvdb.snapshot.manifest import MAX_BYTES as MANIFEST_BYTES
 from kvdb.snapshot.provenance import insert_export
 from kvdb.snapshot.selection import Chosen, Plan, Selection, make_plan
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from kvdb.store import Store
 
 SUMS_IN_MEMORY = 4 << 20
-PIECE_BYTES = 1 << 20
+SYNC_BYTES = 32 << 20
 PARTIAL = ".partial"
 
 Entry = list[memoryview]
@@ -121,6 +123,8 @@ class _Export:
         self._progress = progress
         self._sums: IO[bytes] = tempfile.SpooledTemporaryFile(SUMS_IN_MEMORY)  # noqa: SIM115 - closed by end
         self._done = 0
+        # A block is read into one while the one before is written out of the other.
+        self._arenas = Arenas()
         self.report = ExportReport(sequences=len(plan.manifest.sequences))
 
     def start(self) -> Entry:
@@ -173,7 +177,8 @@ class _Export:
 
     def _block(self, block: Chosen) -> Entry | None:
         record = self.plan.manifest.namespaces[block.namespace]
-        member = read_member(self._store, record, block.id)
+        self._arenas.swap()
+        member = read_member(self._store, record, block.id, self._arenas.take)
         if member is None or member.hash != block.hash:
             return None
         if self._codec is not None:
@@ -244,14 +249,52 @@ def _to_file(
             seal(run.buffers(), file)
         else:
             _resume(run, file)
-            if not run.report.nbytes:
-                write_all(fs, file.fileno(), run.start())
-            for made in run.blocks():
-                write_all(fs, file.fileno(), made)
-            write_all(fs, file.fileno(), run.end())
+            with _Output(fs, file.fileno()) as output:
+                if not run.report.nbytes:
+                    output.write(run.start())
+                for made in run.blocks():
+                    output.write(made)
+                output.write(run.end())
         fs.sync(file.fileno())
     fs.rename(partial, target)
     fs.sync_directory(target.parent)
+
+
+class _Output:
+    """Writes one entry while the next is made, and syncs as it goes, so that little is left to
+    sync at the end."""
+
+    def __init__(self, fs: FileSystem, fd: int) -> None:
+        self._fs = fs
+        self._fd = fd
+        self._unsynced = 0
+        self._executor = concurrent.futures.ThreadPoolExecutor(1, "kvdb-export")
+        self._writing: concurrent.futures.Future[None] | None = None
+
+    def __enter__(self) -> _Output:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._wait()
+        finally:
+            self._executor.shutdown()
+
+    def write(self, made: Entry) -> None:
+        """Raises OSError for what was given before."""
+        self._wait()
+        self._writing = self._executor.submit(self._write, made)
+
+    def _write(self, made: Entry) -> None:
+        self._unsynced += write_all(self._fs, self._fd, made)
+        if self._unsynced >= SYNC_BYTES:
+            self._fs.sync(self._fd)
+            self._unsynced = 0
+
+    def _wait(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
 
 def _resume(run: _Export, file: IO[bytes]) -> None:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvdb import index
@@ -24,9 +25,10 @@ from kvdb.errors import (
     StoreMissing,
     UsageError,
 )
-from kvdb.identity import ROOT_PARENT
+from kvdb.identity import ROOT_PARENT, canonical_json
 from kvdb.members import Member, parse_member
-from kvdb.shards import HEADER_CAP_BYTES
+from kvdb.shards import HEADER_CAP_BYTES, Bytes, NamespaceRecord
+from kvdb.snapshot.arenas import Arenas
 from kvdb.snapshot.known import NamespaceNote, compare_namespaces
 from kvdb.snapshot.manifest import MAX_BYTES as MANIFEST_BYTES
 from kvdb.snapshot.manifest import Manifest, NamedTip
@@ -50,6 +52,9 @@ if TYPE_CHECKING:
 FIND_BUILD = "SELECT id FROM builds WHERE namespace_id = ? AND digest = ?"
 # A build that this store does not know: no row has this id.
 NO_BUILD = -1
+# What goes into a shard's header must leave it under its cap.
+MAX_EXTRA_BYTES = 64 << 10
+MAX_NAMESPACE_BYTES = 256 << 10
 
 Opener = Callable[[], AbstractContextManager[Readable]]
 
@@ -237,6 +242,7 @@ class _Pass:
         self._staging = staging
         self._progress = progress
         self._sums = hashlib.sha256()
+        self._arenas = Arenas()
         self._seen: set[bytes] = set()
         self._parents: dict[tuple[int, bytes], _Parent] = {}
         self._namespace_ids: list[int | None] = []
@@ -250,6 +256,9 @@ class _Pass:
                 "The snapshot has no tokens, so nothing proves which prompts its state belongs to; "
                 "--trust imports it if you trust whoever made it."
             )
+        for record in manifest.namespaces:
+            if len(canonical_json(record.to_document())) > MAX_NAMESPACE_BYTES:
+                raise SnapshotRejected("The snapshot has a layout too large for a shard's header.")
         with self._store.database.read() as connection:
             self.report.namespaces = compare_namespaces(connection, manifest.namespaces)
             self._namespace_ids = [
@@ -311,7 +320,7 @@ class _Pass:
             self._sums.update(sums_line(self._reader.skip(entry), entry.name))
             self.report.incompatible["too_large"] += 1
             return
-        data, digest = self._reader.read(entry, entry.nbytes)
+        data, digest = self._reader.read(entry, entry.nbytes, partial(self._allocate, record))
         self._sums.update(sums_line(digest, entry.name))
         try:
             member = parse_member(data, record)
@@ -319,9 +328,16 @@ class _Pass:
             raise SnapshotRejected(f"The snapshot has a bad block: {error}") from error
         if member.hash != hash_ or not member.is_whole:
             raise SnapshotRejected("The snapshot has a block under another's name, or half of one.")
+        if sum(map(len, member.extra or ())) > MAX_EXTRA_BYTES:
+            raise SnapshotRejected("The snapshot has a block with too many keys beside its tokens.")
         if manifest.tokens and member.tokens is None:
             raise SnapshotRejected("The snapshot's manifest is wrong about its tokens.")
         self._take(member, number)
+
+    def _allocate(self, record: NamespaceRecord, nbytes: int) -> Bytes:
+        if self._staging is not None:
+            return self._staging.allocate(record, nbytes)
+        return self._arenas.room(nbytes)
 
     def _take(self, member: Member, number: int) -> None:
         """Decide what becomes of a good block."""

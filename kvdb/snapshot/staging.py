@@ -21,12 +21,14 @@ from kvdb.shards import (
     HEADER_BYTES_PER_BLOCK,
     HEADER_BYTES_PER_PART,
     MAX_HEADER_BYTES,
+    Bytes,
     NamespaceRecord,
     ShardContent,
     encode_shard,
     read_shard_content,
     shard_path,
 )
+from kvdb.snapshot.arenas import Arenas
 from kvdb.visible import Incoming, Visible
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 RUN_BYTES = 24 << 20
 # Few enough that their rows are inserted well within 100 ms.
 RUN_BLOCKS = 192
+RUN_HEADER_BYTES = MAX_HEADER_BYTES // 2
 EMPTY_NAMESPACE = (
     "DELETE FROM namespaces WHERE id = ?1 AND NOT EXISTS "
     "(SELECT 1 FROM shards WHERE namespace_id = ?1) AND NOT EXISTS "
@@ -72,7 +75,9 @@ class Staging:
         self._room = store.require_room()
         self._evict = evict
         self._run: list[Member] = []
-        self._run_bytes = self._run_header = 0
+        self._run_header = 0
+        self._arenas = Arenas()
+        self._given = 0
         self._staged: list[_Staged] = []
         self._namespaces: dict[bytes, int] = {}
         self._made: list[int] = []
@@ -81,18 +86,26 @@ class Staging:
         self._executor = concurrent.futures.ThreadPoolExecutor(1, "kvdb-import")
         self.anchors: set[bytes] = set()
 
-    def add(self, member: Member) -> None:
-        """Take a block. Raises NoRoom, or OutOfSpace and the like when it cannot be written."""
+    def allocate(self, record: NamespaceRecord, nbytes: int) -> Bytes:
+        """Memory for the next member of ``record``'s namespace; given again unless :meth:`add`
+        keeps it. Raises NoRoom, or OutOfSpace and the like when blocks taken before cannot be
+        written."""
         if self._run and (
-            self._run[0].record is not member.record
+            self._run[0].record is not record
             or len(self._run) >= RUN_BLOCKS
-            or self._run_bytes + member.payload_bytes > RUN_BYTES
-            or self._run_header + _header_bytes(member) > MAX_HEADER_BYTES
+            or self._run_header > RUN_HEADER_BYTES
+            or self._arenas.used + nbytes > RUN_BYTES
         ):
             self._flush()
+        self._arenas.reserve(RUN_BYTES)
+        self._given = nbytes
+        return self._arenas.room(nbytes)
+
+    def add(self, member: Member) -> None:
+        """Take the block that lies in the memory allocated last."""
         self._run.append(member)
-        self._run_bytes += member.payload_bytes
         self._run_header += _header_bytes(member)
+        self._arenas.keep(self._given)
 
     def finish(self) -> None:
         """Make everything durable that was added; it is still invisible."""
@@ -143,7 +156,7 @@ class Staging:
         if not self._run:
             return
         run, self._run = self._run, []
-        self._run_bytes = self._run_header = 0
+        self._run_header = 0
         record = run[0].record
         buffers, _, nbytes = encode_shard(record, [member.block() for member in run])
         namespace_id = self._namespace(record)
@@ -161,6 +174,7 @@ class Staging:
         self._staged.append(_Staged(found, namespace_id))
         self._wait()
         self._syncing = self._executor.submit(self._room.reservations.stage, found, buffers)
+        self._arenas.swap()
 
     def _wait(self) -> None:
         future, self._syncing = self._syncing, None

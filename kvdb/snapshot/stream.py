@@ -12,9 +12,8 @@ import tarfile
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from kvdb.errors import SnapshotRejected
+from kvdb.reader import Bytes, empty_bytes
 
 RECORD = 512
 PIECE_BYTES = 1 << 20
@@ -87,11 +86,17 @@ class TarReader:
             raise SnapshotRejected("The snapshot has a header that is no tar header.") from error
         return Entry(info.name, info.size)
 
-    def read(self, member: Entry, limit: int) -> tuple[memoryview, bytes]:
-        """A member's bytes and their SHA-256. One larger than ``limit`` is refused unread."""
+    def read(
+        self,
+        member: Entry,
+        limit: int,
+        allocate: Callable[[int], Bytes] = empty_bytes,
+    ) -> tuple[memoryview, bytes]:
+        """A member's bytes, in memory that ``allocate`` gives for their number, and their SHA-256.
+        One larger than ``limit`` is refused unread."""
         if member.nbytes > limit:
             raise SnapshotRejected(f"{member.name} says it has {member.nbytes} bytes.")
-        data = np.empty(member.nbytes, np.uint8).data
+        data = allocate(member.nbytes).data
         digest = hashlib.sha256()
         for at in range(0, member.nbytes, PIECE_BYTES):
             piece = data[at : at + PIECE_BYTES]

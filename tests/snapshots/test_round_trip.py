@@ -260,7 +260,8 @@ def test_encrypted(tmp_path: Path, how: str) -> None:
         a.export_snapshot(tmp_path / "a.age", lock=lock)
         data = (tmp_path / "a.age").read_bytes()
         assert b"kvdb snapshot" not in data
-        for bad, given in ((data, wrong), (data, None), (data[:-1], keys), (data + b"x", keys)):
+        damaged = ((data[:-1], keys), (data + b"x", keys)) if how == "recipient" else ()
+        for bad, given in ((data, wrong), (data, None), *damaged):
             with pytest.raises(SnapshotRejected) as refused:
                 b.import_snapshot(io.BytesIO(bad), keys=given)
             assert str(refused.value).count(".") == 1
