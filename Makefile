@@ -33,7 +33,7 @@ unit: .venv/.dev
 	$(BIN)/pytest -q
 
 torture: .venv/.dev
-	$(BIN)/pytest -q -s -m torture tests/crash
+	$(BIN)/pytest -q -s -m torture tests/crash tests/snapshots
 
 .venv/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
