@@ -2,12 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test torture lint types wheel model unit clean
+.PHONY: help demo test torture lint types wheel model browser unit clean
 
 help:
 	@echo "make demo   the demo on a small real model (pulled on the first run)"
 	@echo "make test   everything that must hold before a change lands"
-	@echo "make torture  the long forms of the crash tests, resumable (KVDB_TORTURE_DIR)"
+	@echo "make torture  the long forms of the crash and load tests, the former resumable (KVDB_TORTURE_DIR)"
 	@echo "make clean  remove .venv and what tools left behind"
 
 demo: .venv/.installed
@@ -29,11 +29,16 @@ wheel: .venv/.dev
 model: .venv/.dev
 	$(BIN)/kvdb models pull smollm2-135m
 
-unit: .venv/.dev
+# The page's tests need a browser; where none can be had they are skipped, and say so.
+browser: .venv/.dev
+	@command -v chromium chromium-browser google-chrome >/dev/null || \
+		$(BIN)/playwright install --only-shell chromium || true
+
+unit: .venv/.dev browser
 	$(BIN)/pytest -q
 
 torture: .venv/.dev
-	$(BIN)/pytest -q -s -m torture tests/crash tests/snapshots
+	$(BIN)/pytest -q -s -m torture tests/crash tests/engine tests/snapshots
 
 .venv/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

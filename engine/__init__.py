@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from engine.engine import Engine, EngineClosed
+from engine.engine import Engine, EngineClosed, Handle, Sink
 from engine.events import (
     End,
     Event,
+    Hold,
     Load,
     LogitsProcessor,
+    Mark,
     Message,
     Progress,
     Request,
@@ -16,7 +18,7 @@ from engine.events import (
     Token,
 )
 from engine.guide import CallForm, Guide
-from engine.models import ModelOptions
+from engine.models import ModelFacts, ModelOptions
 from engine.options import EngineOptions, TenantLimits
 from engine.pool import ModelBusy, Pool, PooledModel, PoolOptions
 
@@ -28,10 +30,14 @@ __all__ = [
     "EngineOptions",
     "Event",
     "Guide",
+    "Handle",
+    "Hold",
     "Load",
     "LogitsProcessor",
+    "Mark",
     "Message",
     "ModelBusy",
+    "ModelFacts",
     "ModelOptions",
     "Pool",
     "PoolOptions",
@@ -39,6 +45,7 @@ __all__ = [
     "Progress",
     "Request",
     "Sampling",
+    "Sink",
     "Stats",
     "TenantLimits",
     "Token",

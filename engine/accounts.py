@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from engine.events import Request, Skip, Stats
+from engine.events import Hold, Request, Skip, Stats
 from engine.plan import Plan
 from kvdb.history import RequestRecord
 
@@ -36,6 +36,7 @@ class Accounts:
         self.shared = False  # another request computed the prompt
         self.shared_steps = 0
         self.held = False
+        self.holds: tuple[Hold, ...] = ()
         self.queued_ms = self.lookup_ms = self.restore_ms = self.prefill_ms = 0.0
 
     @property
@@ -70,6 +71,14 @@ class Accounts:
             if steps.shared and self.match.shared is not None:
                 used.append(self.match.shared.block.id)
             self._touched = tuple(used)
+
+    def set_up(self, ms: float) -> None:
+        """The caches stand ready: what is restored took this long. Where nothing was, that is a
+        part of computing the prompt."""
+        if self.restored or self.bytes_read or self.bytes_ram:
+            self.restore_ms = ms
+        else:
+            self.prefill_ms = ms
 
     def have_logits(self, *, stored: bool = False) -> None:
         """The first token can be sampled now."""
@@ -109,6 +118,7 @@ class Accounts:
             shared_steps=self.shared_steps,
             alone=alone,
             held=self.held,
+            holds=self.holds,
             unmasked=self.unmasked,
             kl=self.kl,
             load_ms=self._load_ms,

@@ -63,6 +63,7 @@ def open_storage(
     name: str,
     block_tokens: int,
     salt: bytes = b"",
+    tenant: str = "",
 ) -> Storage:
     """The namespace in which this build's state is right.
 
@@ -74,7 +75,13 @@ def open_storage(
 
     def named(build: str | None) -> Namespace:
         return store.namespace(
-            identity, layout, model=name, block_tokens=block_tokens, salt=salt, build=build
+            identity,
+            layout,
+            model=name,
+            block_tokens=block_tokens,
+            salt=salt,
+            build=build,
+            tenant=tenant,
         )
 
     namespace = named(None)

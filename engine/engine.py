@@ -8,43 +8,64 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine import blas
 from engine.events import End, Event, Load, Request
-from engine.models import ModelOptions
+from engine.models import ModelFacts, ModelOptions
 from engine.options import EngineOptions
 from kvdb.errors import KvdbError
 
 if TYPE_CHECKING:
     from engine.guard import Guard
+    from engine.prompt.encode import Prompt
     from engine.scheduler import Scheduler
     from engine.worker import Worker
+    from kvdb.segments import Segment
     from kvdb.store import Store
 
 T = TypeVar("T")
+Sink = Callable[[Event | BaseException], None]
 # While all requests wait for the disk, the thread looks this often for what is new.
 POLL_SECONDS = 0.002
+# So much of a prompt's end tells what its answer begins in.
+PROMPT_END = 256
 
 
 class EngineClosed(KvdbError):
     """The engine was closed before it could answer."""
 
 
-class _Job:
-    """A request on its way through the engine: what the scheduler knows of its client."""
+class Handle:
+    """A request on its way through the engine: what its client holds, and the scheduler asks."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, sink: Sink) -> None:
         self.request = request
         self.arrived = time.monotonic()
-        self.events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
         self.cancelled = False
+        self.put = sink
+        self._prompt: Prompt | None = None
 
-    def put(self, item: Event | BaseException) -> None:
-        self.events.put(item)
+    def cancel(self) -> None:
+        """End the request between two steps, begun or not; its Ends say ``cancelled``."""
+        self.cancelled = True
+
+    def accept(self, prompt: Prompt) -> None:
+        """What the request came to as token ids. Called once, on the MLX thread."""
+        self._prompt = prompt
+
+    @property
+    def prompt_end(self) -> str:
+        """The last characters of the prompt's text, as far as there is one."""
+        text = None if self._prompt is None else self._prompt.text
+        return "" if text is None else text[-PROMPT_END:]
+
+    def segments(self) -> Sequence[Segment]:
+        """The parts of the prompt, once the first event came; see :meth:`Prompt.segments`."""
+        return () if self._prompt is None else self._prompt.segments()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +79,16 @@ class _Inbox:
 
     def __init__(self) -> None:
         self.closed = threading.Event()
-        self._queue: queue.SimpleQueue[_Job | _Call | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Handle | _Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
 
-    def put(self, item: _Job | _Call) -> None:
+    def put(self, item: Handle | _Call) -> None:
         with self._lock:  # else one could slip in behind the end mark and wait for ever
             if self.closed.is_set():
                 raise EngineClosed("The engine is closed.")
             self._queue.put(item)
 
-    def take(self, timeout: float | None) -> Iterator[_Job | _Call]:
+    def take(self, timeout: float | None) -> Iterator[Handle | _Call]:
         """All that is there, after waiting for the first of it up to ``timeout`` seconds (None:
         as long as it takes, or until it is closed)."""
         with contextlib.suppress(queue.Empty):
@@ -115,7 +136,7 @@ class Engine:
             return Scheduler(worker, settings)
 
         self._state = _State()
-        ready: Future[None] = Future()
+        ready: Future[ModelFacts] = Future()
         thread = threading.Thread(
             target=_serve,
             name="kvdb-mlx",
@@ -126,7 +147,7 @@ class Engine:
         # Also when a program ends without close: MLX aborts it while a thread's stream is left.
         self._stop = weakref.finalize(self, _stop, self._inbox, thread)
         try:
-            ready.result()
+            self._facts = ready.result()
         except BaseException:  # interrupted too: the thread must not outlive what it was given
             self._stop()
             raise
@@ -144,9 +165,30 @@ class Engine:
         from the first ``next``, EngineClosed when the engine ends first, and whatever MLX raises
         for this request alone, as when it lacks memory.
         """
-        job = _Job(request)
-        self._inbox.put(job)
-        return _Events(job)
+        events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        return _Events(self.submit(request, events.put), events)
+
+    def submit(self, request: Request, sink: Sink) -> Handle:
+        """As :meth:`generate`, for who must not wait: ``sink`` is called with each event, or with
+        one exception instead of more of them, on the MLX thread. It must return at once and raise
+        nothing. Raises EngineClosed."""
+        handle = Handle(request, sink)
+        self.enqueue(handle)
+        return handle
+
+    def enqueue(self, handle: Handle) -> None:
+        """Take a request whose handle its client holds already. Raises EngineClosed."""
+        self._inbox.put(handle)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What of its model can be used on any thread."""
+        return self._facts
+
+    @property
+    def closed(self) -> bool:
+        """It takes no requests any more: it was closed, or ended by a defect."""
+        return self._inbox.closed.is_set()
 
     def load(self) -> Load:
         """What the engine had to do after its last step, and the memory it took."""
@@ -187,7 +229,7 @@ def _stop(inbox: _Inbox, thread: threading.Thread) -> None:
 def _serve(
     inbox: _Inbox,
     state: _State,
-    ready: Future[None],
+    ready: Future[ModelFacts],
     make: Callable[[blas.Blas], Scheduler],
 ) -> None:
     """The MLX thread: load, then take turns until the inbox is closed."""
@@ -197,7 +239,7 @@ def _serve(
         except BaseException as error:  # it belongs to the caller, who is waiting for it
             ready.set_exception(error)
             return
-        ready.set_result(None)
+        ready.set_result(scheduler.worker.facts)
         _take_turns(inbox, state, scheduler)
     finally:
         if "mlx.core" in sys.modules:
@@ -213,7 +255,7 @@ def _take_turns(inbox: _Inbox, state: _State, scheduler: Scheduler) -> None:
         while not inbox.closed.is_set():
             timeout = None if scheduler.idle else 0 if went_on else POLL_SECONDS
             for item in inbox.take(timeout):
-                if isinstance(item, _Job):
+                if isinstance(item, Handle):
                     scheduler.add(item)
                 else:
                     _answer(item, scheduler.worker)
@@ -228,7 +270,7 @@ def _take_turns(inbox: _Inbox, state: _State, scheduler: Scheduler) -> None:
         scheduler.close(error)
         state.load = scheduler.load
         for item in inbox.take(0):
-            if isinstance(item, _Job):
+            if isinstance(item, Handle):
                 item.put(error)
             else:
                 _answer(item, scheduler.worker)
@@ -244,14 +286,15 @@ def _answer(call: _Call, worker: Worker) -> None:
 class _Events(Iterator[Event]):
     """A request's events as they come. Closing or dropping it cancels the request, begun or not."""
 
-    def __init__(self, job: _Job) -> None:
-        self._job = job
-        self._open = job.request.n
+    def __init__(self, handle: Handle, events: queue.SimpleQueue[Event | BaseException]) -> None:
+        self._handle = handle
+        self._events = events
+        self._open = handle.request.n
 
     def __next__(self) -> Event:
         if not self._open:
             raise StopIteration
-        item = self._job.events.get()
+        item = self._events.get()
         if isinstance(item, BaseException):
             self._open = 0
             raise item
@@ -262,7 +305,7 @@ class _Events(Iterator[Event]):
     def close(self) -> None:
         """Cancel the request between two steps; no more events come."""
         self._open = 0
-        self._job.cancelled = True
+        self._handle.cancel()
 
     def __del__(self) -> None:
-        self._job.cancelled = True
+        self._handle.cancel()

@@ -8,16 +8,32 @@ from typing import Any, Literal
 
 from engine.guide import Guide
 from kvdb.errors import UsageError
+from kvdb.sequences import MAX_TTL_SECONDS
 
 Reuse = Literal["max", "exact"]
 Skip = Literal["full", "refill", "partial", "approximate", "none"]
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 Priority = Literal["interactive", "batch"]
+HoldState = Literal["held", "share full", "not stored"]
 Message = Mapping[str, Any]
 MAX_ANSWERS = 128
 # Takes the tokens of the answer so far, and logits: an MLX array ``(1, vocabulary)``. Gives other
 # logits. It runs on the engine's thread, for every token.
 LogitsProcessor = Callable[[Sequence[int], Any], Any]
+MOST_BIAS = 1e30
+
+
+def _is_text(value: object) -> bool:
+    """Text that can be stored: JSON may also hold halves of characters."""
+    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < MOST_BIAS
+
+
+def _is_bias(value: object) -> bool:
+    return _is_finite(value) or value == float("-inf")  # never that token
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +61,42 @@ class Sampling:
             ("min_p", 0 <= self.min_p <= 1),
             ("top_k", self.top_k >= 0),
             ("repetition_penalty", self.repetition_penalty is None or self.repetition_penalty > 0),
-            ("repetition_context", self.repetition_context > 0),
+            ("repetition_context", 0 < self.repetition_context < 1 << 31),
+            ("presence_penalty", _is_finite(self.presence_penalty or 0)),
+            ("frequency_penalty", _is_finite(self.frequency_penalty or 0)),
+            ("logit_bias", all(map(_is_bias, (self.logit_bias or {}).values()))),
             ("seed", self.seed is None or type(self.seed) is int),
         )
         for name, good in checks:
             if not good:
                 raise UsageError(f"{name} cannot be {getattr(self, name)}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in a chat: the end of message (or tool) ``index``, with all that stands before it, or
+    ``characters`` into the text of that message. What is stored up to there is held for
+    ``ttl_seconds``, as far as its tenant may hold more."""
+
+    index: int
+    ttl_seconds: float
+    tool: bool = False
+    characters: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ttl_seconds < float("inf"):
+            raise UsageError(f"ttl_seconds must be above 0, not {self.ttl_seconds}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """What became of a mark: the first ``tokens`` of the prompt are held for ``ttl_seconds``, or
+    are not, as the tenant's share is full or they are not stored. No tokens: its place could not be
+    told."""
+
+    tokens: int
+    ttl_seconds: float
+    state: HoldState
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +109,11 @@ class Request:
     ``max`` (state equal up to rounding) or ``exact`` (the bits of a cold exact run); ``read`` and
     ``store`` say whether stored state is used, and whether new state is kept. ``boundaries`` are
     numbers of tokens after which another request may go on differently, as after the last message
-    before the answer: recurrent layers keep a state there.
+    before the answer: recurrent layers keep a state there. ``marks`` are such places too, told by
+    message, and each holds what is stored up to there.
+
+    ``remember``: the tokens of the answer to a chat are kept, so that a later chat that repeats it
+    as text gets the very tokens whose state is stored (engine/prompt/memory.py).
 
     ``salt`` gives it a key space of its own. ``ttl_seconds`` holds its state in the store for that
     long, as far as its tenant may hold more. ``priority`` batch waits for interactive ones, and
@@ -96,7 +146,9 @@ class Request:
     reuse: Reuse = "max"
     read: bool = True
     store: bool = True
+    remember: bool = True
     boundaries: tuple[int, ...] = ()
+    marks: tuple[Mark, ...] = ()
     tenant: str = ""
     client: str = ""
     salt: bytes = b""
@@ -131,8 +183,10 @@ class Request:
             raise UsageError(f"priority must be 'interactive' or 'batch', not {self.priority!r}.")
         if self.deadline_ms is not None and not self.deadline_ms > 0:
             raise UsageError(f"deadline_ms must be above 0, not {self.deadline_ms}.")
-        if self.ttl_seconds is not None and not 0 < self.ttl_seconds < float("inf"):
-            raise UsageError(f"ttl_seconds must be above 0, not {self.ttl_seconds}.")
+        if self.ttl_seconds is not None and not 0 < self.ttl_seconds < MAX_TTL_SECONDS:
+            raise UsageError(f"ttl_seconds must be above 0, and not {self.ttl_seconds}.")
+        if not (_is_text(self.tenant) and _is_text(self.client)):
+            raise UsageError("tenant and client must be text.")
         if type(self.n) is not int or not 1 <= self.n <= MAX_ANSWERS:
             raise UsageError(f"n must be from 1 to {MAX_ANSWERS}, not {self.n!r}.")
         if not isinstance(self.salt, bytes):
@@ -151,7 +205,7 @@ class Stats:
     ``bytes_read`` came from shards, ``bytes_ram`` from the RAM tier. An answer that shares
     another's prompt has restored it, without reading anything. ``shared_steps`` decode steps were
     made together with other requests'; ``alone`` says why none can be, where that is so. ``held``
-    says whether the state is held for its ``ttl_seconds``.
+    says whether the state is held for its ``ttl_seconds``, ``holds`` what became of each mark.
 
     ``masked_tokens`` were left out by an approximate skip, whose state is not stored; ``unmasked``
     says why holes were refilled though the request was ``approximate``. ``kl`` is the mean of
@@ -181,6 +235,7 @@ class Stats:
     shared_steps: int = 0
     alone: str | None = None
     held: bool = False
+    holds: tuple[Hold, ...] = ()
     unmasked: str | None = None
     kl: float | None = None
     load_ms: float = 0.0
@@ -225,12 +280,14 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The last event of an answer. ``text`` is what was held back until the end was certain."""
+    """The last event of an answer. ``text`` is what was held back until the end was certain,
+    ``stop_text`` the one of the request's stop texts that ended it."""
 
     reason: FinishReason
     text: str
     stats: Stats
     index: int = 0
+    stop_text: str | None = None
 
 
 Event = Progress | Token | End

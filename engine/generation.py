@@ -18,7 +18,7 @@ from engine import mlxlm
 from engine.accounts import Accounts, since
 from engine.batch import Seat
 from engine.boundaries import NO_BOUNDARIES, boundaries
-from engine.events import End, Event, FinishReason, Progress, Request, Stats, Token
+from engine.events import End, Event, FinishReason, Hold, Progress, Request, Stats, Token
 from engine.live import LiveState
 from engine.logits import Row
 from engine.lookup import Lookup
@@ -26,7 +26,7 @@ from engine.masking import masked
 from engine.measuring import KL_TOKENS, exact_request, measure
 from engine.plan import Compute, Jump, Plan, Refill
 from engine.prefill import Prefill
-from engine.prompt.encode import Prompt, encode
+from engine.prompt.encode import Prompt
 from engine.recorder import Recorder
 from engine.restore import Buffers, capacity_for, logits_bytes
 from engine.sampling import Choice, Chooser, top_logprobs
@@ -59,13 +59,11 @@ class Generation:
         self._took = Accounts(load_ms, warmup_ms)
         self._worker = worker
         self._request = request
-        self._index = index
+        self.index = index
         loaded = worker.loaded
         if given is None:
-            given = encode(
-                request, loaded.prompts, loaded.context, worker.vocabulary, loaded=loaded.tokenizer
-            )
-        self._given, self._prompt = given, given.tokens
+            given = worker.encode(request)
+        self.given, self._prompt = given, given.tokens
         self._room = self._generation_room(loaded.context)
         own = [make() for make in request.processors]
         self._chooser = Chooser(request.sampling, self._prompt, worker.vocabulary, index, own)
@@ -74,7 +72,7 @@ class Generation:
         self._output = Output(request, loaded.tokenizer, loaded.eos, self._room)
         self._storage: Storage | None = None
         if request.read or request.store:
-            self._storage = worker.storage_for(request.salt)
+            self._storage = worker.storage_for(request.salt, request.tenant)
         self._lookup = Lookup(worker, self._storage, request, given, self._took)
         self._recorder: Recorder | None = None
         self._live: LiveState | None = None
@@ -84,6 +82,7 @@ class Generation:
         self._buffers: Buffers | None = None
         self._boundaries = NO_BOUNDARIES
         self._generated: list[int] = []
+        self._said: list[str] = []  # the text of the answer
         self._last_start = 0  # where the forward began that gave the prompt's logits
         self._at = 0  # where prefilling has come to
         self._fed = 0  # generated tokens whose state is, or is about to be, in the caches
@@ -128,9 +127,9 @@ class Generation:
 
     def others(self) -> list[Generation]:
         """The further answers that the request asks for; each waits for :meth:`share`."""
-        count = self._request.n if self._index == 0 else 1
+        count = self._request.n if self.index == 0 else 1
         return [
-            Generation(self._worker, self._request, index=index, given=self._given)
+            Generation(self._worker, self._request, index=index, given=self.given)
             for index in range(1, count)
         ]
 
@@ -164,13 +163,17 @@ class Generation:
                 self._finish = cancelled.reason
                 self._keep_cut_short()
             self._keep_generated(final=True)
+            if self._live is not None:  # it may be a row of a batch that goes on without it
+                self._live.seat.lose()
             yield from self._hold()
             yield from self._measure()
         finally:
             self.release()
-        stats = self._stats()
+        stats, rest = self._stats(), self._output.rest()
+        self._said.append(rest)
         self._record(stats)
-        yield End(self._finish or "length", self._output.rest(), stats, self._index)
+        stop = self._output.stop_text
+        yield End(self._finish or "length", rest, stats, self.index, stop)
 
     def release(self) -> None:
         """Let go of what is held in the store. Idempotent."""
@@ -179,7 +182,7 @@ class Generation:
     def never(self, reason: FinishReason) -> End:
         """The end of a request that never began."""
         self._took.begin()
-        return End(reason, "", self._stats(), self._index)
+        return End(reason, "", self._stats(), self.index)
 
     def _answer(self) -> Generator[Event | Turn, Row, None]:
         if self._shared is None:
@@ -262,7 +265,7 @@ class Generation:
         prompt = len(self._prompt)
         messages = self._message_ends() if layout.states and steps.start < prompt else ()
         self._boundaries = boundaries(layout, worker.block_tokens, prompt, messages, exact=exact)
-        self._took.restore_ms = since(began)
+        self._took.set_up(since(began))
         # What is computed over masked blocks is no function of the prefix: it is never stored.
         if self._storage is not None and self._request.store and not steps.masks:
             match = self._lookup.match
@@ -280,9 +283,10 @@ class Generation:
     def _message_ends(self) -> tuple[int, ...]:
         """Where another request may go on differently: as it was told, and behind the last message
         before the answer."""
-        parts = self._given.segments() if self._request.messages else []
+        parts = self.given.segments() if self._request.messages else []
         ends = [part.end for part in parts if part.kind in ("system", "message")]
-        return (*self._request.boundaries, *ends[-1:])
+        marks = self.given.mark_ends(self._request.marks)
+        return (*self._request.boundaries, *marks, *ends[-1:])
 
     # -- computing the prompt ----------------------------------------------------------------
 
@@ -314,7 +318,7 @@ class Generation:
                     logits = prefill.last(self._last_start, part.end)
                     self._took.computed += part.end - self._last_start
         finally:
-            self._took.prefill_ms = since(began)
+            self._took.prefill_ms += since(began)
             self._took.have_logits()
         live.seek(len(self._prompt))
         return logits
@@ -359,10 +363,11 @@ class Generation:
         self._took.token()
         self._generated.append(token)
         text, self._finish = self._output.feed(token)
+        self._said.append(text)
         if self._request.logprobs is None:
-            return Token(token, text, index=self._index)
+            return Token(token, text, index=self.index)
         logprob, best = top_logprobs(choice, self._request.logprobs)
-        return Token(token, text, logprob, best, self._index)
+        return Token(token, text, logprob, best, self.index)
 
     def _decode(self, first: Choice, live: LiveState) -> Generator[Event | Turn, Row, None]:
         """Generate after the first token. The next forward is under way while a token is handed
@@ -423,16 +428,24 @@ class Generation:
         self._kept = total
 
     def _hold(self) -> Generator[Turn, Row, None]:
-        """Hold the state in the store for as long as the request says."""
-        tip, ttl = self._tip_hash(), self._request.ttl_seconds
-        if ttl is None or tip is None or self._recorder is None or self._storage is None:
+        """Hold the state in the store for as long as the request and its marks say."""
+        storage, request, tip = self._storage, self._request, self._tip_hash()
+        ttl = request.ttl_seconds if self._recorder is not None else None
+        marks = request.marks if request.store and self.index == 0 else ()
+        if storage is None or tip is None or (ttl is None and not marks):
             return
-        written = self._storage.written(self._kept_tokens())
+        written = storage.written(self._kept_tokens())
         try:
             yield Wait(written)
         except Cancelled:
             return
-        self._took.held = self._storage.hold(tip, ttl, self._request.tenant)
+        if ttl is not None:
+            self._took.held = storage.hold(tip, ttl, request.tenant) == "held"
+        kept = self._kept_tokens()
+        self._took.holds = tuple(
+            Hold(end, mark.ttl_seconds, storage.hold_prefix(kept, end, mark, request.tenant))
+            for mark, end in zip(marks, self.given.mark_ends(marks), strict=True)
+        )
 
     def _measure(self) -> Generator[Turn, Row, None]:
         """Compare an approximate answer with the exact one, if that is asked for."""
@@ -441,7 +454,7 @@ class Generation:
         count = min(len(self.raw), len(self._generated))
         self._live = self._buffers = None  # the exact state takes its place
         request = exact_request(self._request, count)
-        exact = Generation(self._worker, request, given=self._given)
+        exact = Generation(self._worker, request, given=self.given)
         with contextlib.suppress(Cancelled):
             self._took.kl = yield from measure(exact, self.raw[:count], self._generated[:count])
 
@@ -476,7 +489,8 @@ class Generation:
                 cut_short=cut_short,
             ),
             () if self._recorder is None else self._recorder.tickets,
-            self._given.segments,
+            self.given.segments,
+            self._worker.remember(self._request, self.given, self._generated, "".join(self._said)),
         )
 
     def _tip_hash(self) -> bytes | None:

@@ -2,8 +2,8 @@
 
 Model, RAM tier, live caches (at their longest, padded ones too) and the writer's queue count
 together. When room is short the RAM tier gives way first, then prefill steps get shorter, then
-requests wait for others to end, and what can never fit is refused. MLX on a CPU dies of an
-allocation that fails, so the guard must foresee, not catch.
+idle models go and requests wait for others to end, and what can never fit is refused. MLX on a CPU
+dies of an allocation that fails, so the guard must foresee, not catch.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class Guard:
         self._changed = threading.Condition()
         self._claimed = 0
         self._before = 0  # held, but for tiers, when nothing was claimed
+        self._loading = 0  # weights that are on their way
+        self._unload: Callable[[], bool] = lambda: False
         self._waits = self._refusals = 0
         self.settle()
 
@@ -83,30 +85,63 @@ class Guard:
             if all(known is not tier for known, _ in self._tiers):
                 self._tiers.append((tier, tier.budget))
 
+    def when_short(self, unload: Callable[[], bool]) -> None:
+        """Have ``unload`` called when a claim finds no room: it begins to unload an idle model, on
+        a thread of its own, and says whether one goes."""
+        self._unload = unload
+
     def settle(self) -> None:
         """Take what is held now, with no request running, as what the models themselves need. To
-        be called when one was loaded or unloaded."""
+        be called when one was loaded."""
         with self._changed:
             if not self._claimed:
                 self._gauges.release()
                 self._before = max(0, self._gauges.held() - self._ram())
 
-    def claim(self, nbytes: int, *, again: bool = False) -> Claim | None:
-        """Promise ``nbytes`` to a request; None when it must wait for others to end, and ask
-        ``again``. Raises OutOfMemory when it could not run alone."""
+    def expect(self, nbytes: int) -> bool:
+        """Keep room for a model's weights that will be loaded; False where there is none. To be
+        followed by :meth:`arrived`."""
         with self._changed:
-            if self.ceiling is not None:
-                if self._before + nbytes > self.ceiling:
-                    self._refusals += 1
-                    raise OutOfMemory(self._refusal(nbytes))
-                if self._make_room(nbytes) < nbytes:
-                    if self._claimed:
-                        self._waits += not again
-                        return None
-                    self._refusals += 1
-                    raise OutOfMemory(self._refusal(nbytes))
-            self._claimed += nbytes
-            return Claim(self, nbytes)
+            if self._make_room(nbytes) < nbytes:
+                return False
+            self._loading += nbytes
+            return True
+
+    def arrived(self, nbytes: int, *, loaded: bool) -> None:
+        """The model that was expected is there, or could not be ``loaded``."""
+        with self._changed:
+            self._loading -= nbytes
+            if loaded and self._claimed:  # else it was measured
+                self._before += nbytes
+            self._changed.notify_all()
+
+    def left(self, nbytes: int) -> None:
+        """A model with so many bytes of weights was unloaded."""
+        with self._changed:
+            if self._claimed:
+                self._before = max(0, self._before - nbytes)
+            self.settle()
+            self._changed.notify_all()
+
+    def claim(self, nbytes: int, *, spare: int = 0, again: bool = False) -> Claim | None:
+        """Promise ``nbytes`` to a request; None when it must wait for others to end or for an idle
+        model to go, and ask ``again``. Beside others ``spare`` bytes must stay free for their
+        steps. Raises OutOfMemory when it could not run alone."""
+        with self._changed:
+            fits = self.ceiling is None or self._before + nbytes <= self.ceiling
+            wanted = nbytes + (spare if self._claimed else 0)
+            if fits and self._make_room(wanted) >= wanted:
+                self._claimed += nbytes
+                return Claim(self, nbytes)
+            wait = fits and (self._claimed > 0 or self._loading > 0)
+        # Without the lock, which whoever unloads a model needs.
+        wait = self._unload() or wait
+        with self._changed:
+            if wait:
+                self._waits += not again
+                return None
+            self._refusals += 1
+            raise OutOfMemory(self._refusal(nbytes))
 
     def wait(self, seconds: float) -> None:
         """Wait until a claim is given back, or for so long."""
@@ -156,7 +191,7 @@ class Guard:
 
     def _free(self) -> int:
         """Claims count in full from the start, measured memory as it comes: the larger counts."""
-        promised = self._before + self._ram() + self._claimed
+        promised = self._before + self._loading + self._ram() + self._claimed
         return (self.ceiling or 0) - max(self._gauges.held(), promised)
 
     def _ram(self) -> int:
@@ -203,12 +238,11 @@ class Steps:
         shortest = self._shortest
         if self._last is None:
             return shortest
-        then, end, took = self._last
 
         def bound(tokens: int) -> int:
-            return int(took * (tokens / then) * max(1.0, (at + tokens) / end))
+            return self._bound(tokens, at + tokens)
 
-        count = min(wanted, 2 * then) // shortest
+        count = min(wanted, 2 * self._last[0]) // shortest
         need = bound(shortest)
         room = self._guard.room(bound(count * shortest))
         if room < need:
@@ -219,6 +253,16 @@ class Steps:
         while count > 1 and bound(count * shortest) > room:
             count -= 1
         return count * shortest
+
+    def least(self, end: int) -> int:
+        """Bytes that the shortest step up to token ``end`` may need, as far as is known."""
+        return self._bound(self._shortest, end)
+
+    def _bound(self, tokens: int, end: int) -> int:
+        if self._last is None:
+            return 0
+        then, then_end, took = self._last
+        return int(took * (tokens / then) * max(1.0, end / then_end))
 
     @contextmanager
     def watch(self, tokens: int, end: int) -> Iterator[None]:

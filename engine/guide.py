@@ -67,11 +67,17 @@ class Guide:
         return cls("lark", grammar)
 
     @classmethod
-    def calls(cls, forms: Sequence[CallForm], *, most: int = 1) -> Guide:
-        """From one to ``most`` calls, each of one of ``forms``, with new lines between them."""
+    def calls(
+        cls, forms: Sequence[CallForm], *, most: int = 1, otherwise: Guide | None = None
+    ) -> Guide:
+        """From one to ``most`` calls, each of one of ``forms``, with new lines between them; or
+        JSON, as ``otherwise`` says, which was made by :meth:`json` or :meth:`schema`."""
         if not forms or most < 1:
             raise UsageError("There is no tool that could be called.")
-        return cls("calls", _dumped({"forms": [asdict(form) for form in forms], "most": most}))
+        source: dict[str, Any] = {"forms": [asdict(form) for form in forms], "most": most}
+        if otherwise is not None:
+            source["otherwise"] = json.loads(otherwise.source)
+        return cls("calls", _dumped(source))
 
     @classmethod
     def tool_call(
@@ -117,14 +123,22 @@ def grammar(guide: Guide, special: Mapping[str, int]) -> str:
 def _calls(source: Mapping[str, Any], special: Mapping[str, int]) -> str:
     names = [f"call{number}" for number in range(len(source["forms"]))]
     more = f' ("\\n" call){{0,{source["most"] - 1}}}' if source["most"] > 1 else ""
-    rules = [f"start: call{more}", f"call: {' | '.join(names)}"]
+    start, rules = f"start: call{more}", [f"call: {' | '.join(names)}"]
+    if "otherwise" in source:
+        start += " | answer"
+        rules.append(f"answer: {_inline(source['otherwise'])}")
     for name, form in zip(names, source["forms"], strict=True):
-        schema = form["schema"]
-        if isinstance(schema, Mapping):
-            schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
         begin, end = _literal(form["begin"], special), _literal(form["end"], special)
-        rules.append(f"{name}: {begin} %json {json.dumps(schema)} {end}")
+        rules.append(f"{name}: {begin} {_inline(form['schema'])} {end}")
+    rules.insert(0, start)
     return "\n".join(rules) + "\n"
+
+
+def _inline(schema: Mapping[str, Any] | bool) -> str:
+    """JSON by a schema as a part of a rule."""
+    if isinstance(schema, Mapping):
+        schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    return f"%json {json.dumps(schema)}"
 
 
 def _literal(text: str, special: Mapping[str, int]) -> str:

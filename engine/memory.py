@@ -69,7 +69,7 @@ def held_bytes() -> int:
 
 def release_memory() -> None:
     """Give back what is freed but cached, by MLX and by the C library."""
-    mlxlm.release_buffers()
+    mlxlm.release_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
     if trim is not None:
         trim(0)

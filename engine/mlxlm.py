@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
 import hashlib
 import importlib.metadata
 import inspect
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -166,10 +169,26 @@ def scalar(array: mx.array) -> Any:
 
 
 def release_buffers() -> None:
-    """Give freed GPU buffers back. On a CPU, where MLX keeps few, its ``clear_cache`` waits for the
-    work of all threads while it holds the interpreter's lock, which that work may need."""
+    """Give freed buffers of a GPU back, between two steps. On a CPU they are used again."""
     if on_gpu():
-        mx.clear_cache()
+        release_cache()
+
+
+def release_cache() -> None:
+    """Give all freed buffers back, from any thread."""
+    _clear_cache()()
+
+
+@functools.cache
+def _clear_cache() -> Callable[[], object]:
+    """MLX's ``clear_cache``, which may wait for the work of all threads. Its Python form holds the
+    interpreter's lock meanwhile, which that work may need: two models would wait for ever."""
+    for path in Path(mx.__file__).parent.glob("lib/libmlx.*"):
+        with contextlib.suppress(OSError, AttributeError):
+            clear = ctypes.CDLL(str(path))._ZN3mlx4core11clear_cacheEv
+            clear.restype, clear.argtypes = None, []
+            return clear
+    return mx.clear_cache if on_gpu() else lambda: None
 
 
 def release_thread() -> None:

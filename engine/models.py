@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.answers.style import AnswerStyle
 from engine.fingerprint import (
     DigestMemory,
     adapter_files,
@@ -20,7 +21,7 @@ from engine.fingerprint import (
     weight_files,
 )
 from engine.folders import cache_folder, models_folder
-from engine.prompt.tokenizer import PromptTokenizer, adopt, remember
+from engine.prompt.tokenizer import PromptTokenizer, adopt, answer_style, remember
 from engine.pull import BUILT_IN
 from kvdb.errors import ModelError, UsageError
 from kvdb.identity import ModelIdentity
@@ -77,18 +78,34 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in memory, usable only on the thread that loaded it."""
+    """A model in memory, usable only on the thread that loaded it. ``answer_style`` is None without
+    a tokenizer."""
 
     name: str
     folder: Path
     model: CountingModel
     tokenizer: Any | None
     prompts: PromptTokenizer | None
+    answer_style: AnswerStyle | None
     identity: ModelIdentity
     context: int | None
     eos: frozenset[int]
     options: ModelOptions
     load_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What of a loaded model can be used on any thread. ``context`` is the longest prompt,
+    ``vocabulary`` the number of token ids."""
+
+    name: str
+    context: int | None
+    vocabulary: int
+    prompts: PromptTokenizer | None
+    answer_style: AnswerStyle | None
+    load_seconds: float
+    warmup_seconds: float
 
 
 def resolve(name: str) -> Path:
@@ -236,6 +253,7 @@ def load(name: str, options: ModelOptions) -> LoadedModel:
         model,
         tokenizer,
         prompts,
+        None if tokenizer is None else answer_style(tokenizer),
         identity,
         context_length(config),
         _eos(config, tokenizer),

@@ -32,11 +32,11 @@ class TenantLimits:
 class EngineOptions:
     """Tokens per block and per prefill step (None: the device's default), tenant salt.
 
-    ``max_running`` requests run at once, the rest wait. A batch request that has waited for
-    ``ageing_seconds`` gets a share of the turns whatever interactive ones there are. ``tenants``
-    have limits by name, others ``tenant_limits``. ``max_memory`` bytes are the most that the
-    process may hold (None: no ceiling); see engine/guard.py. ``warm`` are named sequences and
-    prompts to make ready at the start.
+    ``max_running`` requests run at once, up to ``max_waiting`` wait, more are refused (Busy). A
+    batch request that has waited for ``ageing_seconds`` gets a share of the turns whatever
+    interactive ones there are. ``tenants`` have limits by name, others ``tenant_limits``.
+    ``max_memory`` bytes are the most that the process may hold (None: no ceiling); see
+    engine/guard.py. ``warm`` are named sequences and prompts to make ready at the start.
     """
 
     block_tokens: int = DEFAULT_BLOCK_TOKENS
@@ -45,6 +45,7 @@ class EngineOptions:
     max_memory: int | None = None
     warm: tuple[str | Request, ...] = ()
     max_running: int = 8
+    max_waiting: int = 1024
     ageing_seconds: float = 30.0
     tenant_limits: TenantLimits = TenantLimits()
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
@@ -52,3 +53,5 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if self.max_running < 1:
             raise UsageError(f"max_running must be at least 1, not {self.max_running}.")
+        if self.max_waiting < 0:
+            raise UsageError(f"max_waiting must not be negative, not {self.max_waiting}.")

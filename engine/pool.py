@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine import blas
-from engine.engine import Engine, EngineClosed
+from engine.engine import Engine, EngineClosed, Handle, Sink
 from engine.events import End, Event, Request
-from engine.models import ModelOptions, weight_bytes
+from engine.models import ModelFacts, ModelOptions, weight_bytes
 from engine.options import EngineOptions
-from kvdb.errors import KvdbError, OutOfMemory
+from kvdb.errors import Busy, OutOfMemory
 
 if TYPE_CHECKING:
     from kvdb.store import Store
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 DEFAULT_WAIT_SECONDS = 60.0
 
 
-class ModelBusy(KvdbError):
+class ModelBusy(Busy):
     """A model cannot be loaded now: those that are loaded are all at work."""
 
 
@@ -101,6 +101,8 @@ class Pool:
         self._changed = threading.Condition()
         self._closed = False
         self._reaper: threading.Thread | None = None
+        self._leaving = 0  # models that are being unloaded
+        self.guard.when_short(self._unload_one)
 
     def generate(self, model: str, request: Request) -> Iterator[Event]:
         """The events of a request to ``model``, which stays loaded until they end or are closed.
@@ -114,7 +116,41 @@ class Pool:
         except BaseException:
             self._release(slot)
             raise
-        return _Events(events, lambda: self._release(slot))
+        return _Events(events, request.n, lambda: self._release(slot))
+
+    def submit(self, model: str, request: Request, sink: Sink) -> Handle:
+        """As :meth:`generate`, for who must not wait; see :meth:`Engine.submit`. A model that is
+        not in memory is loaded on a thread of its own, and what goes wrong then comes to
+        ``sink``. Raises EngineClosed."""
+        counting = _Counting(sink, request.n)
+        handle = Handle(request, counting)
+        with self._changed:
+            found = self._use(model)
+        if found is None:
+            threading.Thread(
+                target=self._load_and_submit,
+                name="kvdb-load",
+                daemon=True,
+                args=(model, handle, counting),
+            ).start()
+        else:
+            self._enqueue(*found, handle, counting)
+        return handle
+
+    def _load_and_submit(self, model: str, handle: Handle, counting: _Counting) -> None:
+        try:
+            slot, engine = self._acquire(model)
+            self._enqueue(slot, engine, handle, counting)
+        except Exception as error:  # it belongs to the client, who is waiting for it
+            counting(error)
+
+    def _enqueue(self, slot: _Slot, engine: Engine, handle: Handle, counting: _Counting) -> None:
+        counting.done = lambda: self._release(slot)
+        try:
+            engine.enqueue(handle)
+        except BaseException:
+            counting.end()
+            raise
 
     @contextmanager
     def engine(self, model: str) -> Iterator[Engine]:
@@ -124,6 +160,12 @@ class Pool:
             yield engine
         finally:
             self._release(slot)
+
+    def facts(self, model: str) -> ModelFacts | None:
+        """What is known of a model that is in memory."""
+        with self._changed:
+            slot = self._slots.get(model)
+            return None if slot is None or slot.engine is None else slot.engine.facts
 
     def pin(self, model: str, pinned: bool = True) -> None:
         """Keep a model loaded, loading it if need be; or let it go again."""
@@ -137,8 +179,8 @@ class Pool:
             slot = self._slots.get(model)
             if slot is None or slot.engine is None or slot.users:
                 return False
-            engine, slot.engine = slot.engine, None
-        self._unload(model, engine)
+            engine = self._take_out(slot, slot.engine)
+        self._unload(model, slot, engine)
         return True
 
     def expire(self) -> None:
@@ -168,6 +210,8 @@ class Pool:
             self._changed.notify_all()
         for engine in engines:
             engine.close()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._leaving)
         if self._reaper is not None:
             self._reaper.join()
 
@@ -192,6 +236,9 @@ class Pool:
         slot = self._slots.get(name)
         if slot is None or slot.engine is None:
             return None
+        if slot.engine.closed:  # it met a defect: another one takes its place
+            self._begin_unload(name, slot, slot.engine)
+            return None
         slot.users += 1
         return slot, slot.engine
 
@@ -212,7 +259,7 @@ class Pool:
                 if found := self._use(name):
                     return found
                 if name not in self._slots:  # else it is being loaded, or unloaded
-                    if self._has_room(nbytes):
+                    if self._take_room(nbytes):
                         slot = self._slots[name] = _Slot(settings, nbytes, settings.pinned)
                         break
                     if not self._slots:
@@ -224,14 +271,15 @@ class Pool:
             self.unload(victim)
         return self._load(name, slot)
 
-    def _has_room(self, nbytes: int) -> bool:
-        """With the lock held: whether a model of so many bytes may be loaded beside the others."""
+    def _take_room(self, nbytes: int) -> bool:
+        """With the lock held: keep room for a model of so many bytes, if there is any beside the
+        others."""
         options = self._options
         held = sum(slot.nbytes for slot in self._slots.values())
         return (
             (options.max_models is None or len(self._slots) < options.max_models)
             and (options.max_bytes is None or held + nbytes <= options.max_bytes)
-            and self.guard.room(nbytes) >= nbytes
+            and self.guard.expect(nbytes)  # last: it keeps the room
         )
 
     def _idle(self) -> str | None:
@@ -259,10 +307,12 @@ class Pool:
                 guard=self.guard,
             )
         except BaseException:
+            self.guard.arrived(slot.nbytes, loaded=False)
             with self._changed:
                 self._slots.pop(name, None)
                 self._changed.notify_all()
             raise
+        self.guard.arrived(slot.nbytes, loaded=True)
         with self._changed:
             slot.engine, slot.users, slot.used_at = engine, 1, self._seconds()
             closed = self._closed
@@ -281,17 +331,47 @@ class Pool:
             slot.used_at = self._seconds()
             self._changed.notify_all()
 
-    def _unload(self, name: str, engine: Engine) -> None:
-        engine.close()
-        del engine
-        gc.collect()  # layers and their modules refer to each other
+    def _unload_one(self) -> bool:
+        """Begin to unload the model that was not used for longest; False where none may go. On a
+        thread of its own: an engine's must not wait for another's."""
+        with self._changed:
+            victim = self._idle()
+            if self._leaving or victim is None:
+                return self._leaving > 0
+            slot = self._slots[victim]
+            if slot.engine is not None:
+                self._begin_unload(victim, slot, slot.engine)
+            return True
+
+    def _begin_unload(self, name: str, slot: _Slot, engine: Engine) -> None:
+        """With the lock held."""
+        threading.Thread(
+            target=self._unload,
+            name="kvdb-unload",
+            daemon=True,
+            args=(name, slot, self._take_out(slot, engine)),
+        ).start()
+
+    def _take_out(self, slot: _Slot, engine: Engine) -> Engine:
+        """With the lock held: nobody finds the engine any more; to be followed by _unload."""
+        slot.engine = None
+        self._leaving += 1
+        return engine
+
+    def _unload(self, name: str, slot: _Slot, engine: Engine) -> None:
         from engine.memory import release_memory
 
-        release_memory()
-        self.guard.settle()
-        with self._changed:
-            self._slots.pop(name, None)
-            self._changed.notify_all()
+        try:
+            engine.close()
+            del engine
+            gc.collect()  # layers and their modules refer to each other
+            release_memory()
+            self.guard.left(slot.nbytes)
+        finally:
+            with self._changed:
+                self._slots.pop(name, None)
+                self._leaving -= 1
+                self._changed.notify_all()
 
     def _left(self, slot: _Slot, now: float) -> float:
         """Seconds until a slot's TTL ends; endless while it is used, pinned or has none."""
@@ -313,11 +393,35 @@ class Pool:
             self.expire()
 
 
+class _Counting:
+    """A sink that gives the model back, by ``done``, before the last event goes on."""
+
+    def __init__(self, sink: Sink, answers: int) -> None:
+        self._sink = sink
+        self._left = answers
+        self.done: Callable[[], None] | None = None
+
+    def __call__(self, item: Event | BaseException) -> None:
+        if isinstance(item, BaseException):
+            self._left = 0
+        elif isinstance(item, End):
+            self._left -= 1
+        if self._left <= 0:
+            self.end()
+        self._sink(item)
+
+    def end(self) -> None:
+        done, self.done = self.done, None
+        if done is not None:
+            done()
+
+
 class _Events(Iterator[Event]):
     """A request's events; gives its model back once, at the end of them or when dropped."""
 
-    def __init__(self, events: Iterator[Event], done: Callable[[], None]) -> None:
+    def __init__(self, events: Iterator[Event], answers: int, done: Callable[[], None]) -> None:
         self._events = events
+        self._left = answers
         self._done: Callable[[], None] | None = done
 
     def __next__(self) -> Event:
@@ -327,7 +431,9 @@ class _Events(Iterator[Event]):
             self._end()
             raise
         if isinstance(event, End):
-            self._end()
+            self._left -= 1
+            if not self._left:
+                self._end()
         return event
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,15 +22,18 @@ from engine.events import End, Event, FinishReason, Load, Priority, Progress, Re
 from engine.logits import Row
 from engine.order import Order
 from engine.turns import Cancelled, Forward, PromptEnd, StateLost, Turn, Wait
-from kvdb.errors import OutOfMemory, QuotaExceeded
+from kvdb.errors import Busy, OutOfMemory, QuotaExceeded
 from kvdb.identity import Tokens
 
 if TYPE_CHECKING:
     from engine.generation import Generation
     from engine.guard import Claim
     from engine.options import EngineOptions, TenantLimits
+    from engine.prompt.encode import Prompt
     from engine.worker import Worker
 
+# Requests whose ends say how soon there will be a place.
+LATEST_ENDS = 16
 # Decode steps after which the memory they take is measured again.
 MEASURE_EVERY = 32
 # What MLX raises when it lacks memory or meets what it cannot compute.
@@ -45,7 +49,9 @@ class Client(Protocol):
     def arrived(self) -> float: ...
     @property
     def cancelled(self) -> bool: ...
-    def put(self, item: Event | BaseException) -> None: ...
+    @property
+    def put(self) -> Callable[[Event | BaseException], None]: ...
+    def accept(self, prompt: Prompt) -> None: ...
 
 
 class Run:
@@ -77,6 +83,11 @@ class Run:
     @property
     def begun(self) -> bool:
         return self.coroutine is not None
+
+    @property
+    def first(self) -> bool:
+        """It is the first of its request's answers."""
+        return self.generation.index == 0
 
     @property
     def active(self) -> bool:
@@ -114,6 +125,7 @@ class Scheduler:
         self._order = Order(options.ageing_seconds, clock)
         self._decoder = Decoder(worker.model)
         self._runs: list[Run] = []  # in order of arrival
+        self._ends: deque[float] = deque(maxlen=LATEST_ENDS)  # when requests ended
         self._load = Load()
         self._age = 0  # turns since it was measured
 
@@ -124,6 +136,7 @@ class Scheduler:
     def add(self, client: Client) -> None:
         """Take a request. What is wrong with it goes to the client, as an exception."""
         try:
+            self._check_room()
             generation = self.worker.take(client.request)
             most = self._limits(client.request.tenant).tokens
             if most is not None and generation.tokens_at_most > most:
@@ -134,7 +147,21 @@ class Scheduler:
         except BaseException as error:  # it belongs to the client, who is waiting for it
             client.put(error)
         else:
+            client.accept(generation.given)
             self._runs.append(Run(client, generation))
+
+    def _check_room(self) -> None:
+        """Raise Busy where as many requests wait as may."""
+        waiting = sum(not run.begun and run.first for run in self._runs)
+        free = self._options.max_running - sum(run.active for run in self._runs)
+        if waiting >= self._options.max_waiting + max(0, free):
+            raise Busy(f"{waiting} requests are waiting: try again later.", self._seconds_to_end())
+
+    def _seconds_to_end(self) -> float:
+        """About how long it takes until the next request ends."""
+        if not self._ends:
+            return 1.0
+        return min(max((self._clock() - self._ends[0]) / len(self._ends), 1.0), 60.0)
 
     def turn(self) -> bool:
         """One prefill step and one decode step; False where nothing could go on."""
@@ -224,8 +251,11 @@ class Scheduler:
         """Memory for its state at its longest; False while others hold it."""
         if run.claim is None:
             nbytes = self.worker.state_bytes(run.generation.tokens_at_most)
+            prefilling = [other for other in self._runs if other.active and not other.forward]
+            longest = max(len(other.generation.prompt) for other in (run, *prefilling))
+            spare = self.worker.steps.least(longest)
             try:
-                run.claim = self.worker.guard.claim(nbytes, again=run.short)
+                run.claim = self.worker.guard.claim(nbytes, spare=spare, again=run.short)
                 run.short = run.claim is None
             except OutOfMemory as error:
                 self._fail(run, error)
@@ -423,6 +453,7 @@ class Scheduler:
     def _remove(self, run: Run) -> None:
         if run in self._runs:
             self._runs.remove(run)
+            self._ends.append(self._clock())
         run.generation.release()  # also if it shared a prompt, and never began
         if run.claim is not None:
             run.claim.release()

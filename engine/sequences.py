@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.events import End, Request
-from engine.prompt.encode import encode
 from kvdb.errors import KvdbError, StoreUnavailable, UsageError
 from kvdb.identity import Tokens, chain_hashes
 
@@ -25,9 +24,22 @@ FLUSH_SECONDS = 60.0
 LASTING = ("system", "tool", "message")
 
 
-class _Prefix(NamedTuple):
+class Prefix(NamedTuple):
+    """The beginning of a prompt whose state can be held, in its key space."""
+
     namespace: Namespace
     tokens: Tokens
+
+    def filling(self, request: Request) -> Request:
+        """What has its state computed and stored, on behalf of who asked ``request``."""
+        return Request(
+            tokens=self.tokens.tolist(),
+            max_tokens=1,
+            reuse=request.reuse,
+            tenant=request.tenant,
+            client=request.client,
+            salt=request.salt,
+        )
 
     @property
     def tip_hash(self) -> bytes:
@@ -85,23 +97,24 @@ def warm_up(engine: Engine, store: Store, items: Sequence[str | Request]) -> lis
     out."""
     done = []
     for item in items:
-        name = item if isinstance(item, str) else item.client or "a prompt"
         try:
-            done.append(_warm(engine, store, name, item))
+            done.append(warm(engine, store, item))
         except KvdbError as error:
-            log.warning("%s could not be warmed up: %s", name, error)
+            log.warning("%s could not be warmed up: %s", _name(item), error)
     return done
 
 
-def _warm(engine: Engine, store: Store, name: str, item: str | Request) -> Warmed:
+def warm(engine: Engine, store: Store, item: str | Request, salt: bytes = b"") -> Warmed:
+    """One of these; a named sequence is one of the key space with ``salt``. Raises KvdbError."""
+    name = _name(item)
     if isinstance(item, Request):
         prefix, _ = _compute(engine, store, item)
     else:
         sequence = store.find_sequence(item)
-        prefix = _Prefix(sequence.namespace, sequence.tokens())
-        own = engine.call(_namespace)
+        prefix = Prefix(sequence.namespace, sequence.tokens())
+        own = engine.call(lambda worker: _namespace(worker, salt))
         if own is None or own.id != prefix.namespace.id:
-            raise UsageError("it belongs to another model or to other settings")
+            raise UsageError(f"{name} belongs to another model or to other settings.")
     match = store.match(prefix.namespace, prefix.tokens, share_tail=False)
     read = store.preload(match)
     ram = False
@@ -110,37 +123,40 @@ def _warm(engine: Engine, store: Store, name: str, item: str | Request) -> Warme
     return Warmed(name, len(prefix.tokens), read.nbytes, len(read.bad), ram)
 
 
-def _compute(engine: Engine, store: Store, request: Request) -> tuple[_Prefix, int]:
-    """See to it that the state of a prompt is stored. Returns it, and how much was computed."""
+def _name(item: str | Request) -> str:
+    return item if isinstance(item, str) else item.client or "a prompt"
 
-    def prefix_of(worker: Worker) -> _Prefix | None:
-        namespace = _namespace(worker)
-        return None if namespace is None else _Prefix(namespace, _lasting(worker, request))
 
-    prefix = engine.call(prefix_of)
+def prefix_of(engine: Engine, store: Store, request: Request) -> Prefix:
+    """What of a prompt can be held: of a chat, what its last message ends with. Raises what
+    :meth:`Engine.generate` raises for the prompt, and StoreUnavailable where nothing is stored."""
+
+    def find(worker: Worker) -> Prefix | None:
+        namespace = _namespace(worker, request.salt, request.tenant)
+        return None if namespace is None else Prefix(namespace, _lasting(worker, request))
+
+    prefix = engine.call(find)
     if prefix is None or store.read_only:
         raise StoreUnavailable("The state of this model cannot be stored here.")
-    run = Request(
-        tokens=prefix.tokens.tolist(),
-        max_tokens=1,
-        reuse=request.reuse,
-        tenant=request.tenant,
-        client=request.client,
-    )
-    (end,) = (event for event in engine.generate(run) if isinstance(event, End))
+    return prefix
+
+
+def _compute(engine: Engine, store: Store, request: Request) -> tuple[Prefix, int]:
+    """See to it that the state of a prompt is stored. Returns it, and how much was computed."""
+    prefix = prefix_of(engine, store, request)
+    run = engine.generate(prefix.filling(request))
+    (end,) = (event for event in run if isinstance(event, End))
     store.flush(FLUSH_SECONDS)
     return prefix, end.stats.computed_tokens + end.stats.refilled_tokens
 
 
 def _lasting(worker: Worker, request: Request) -> Tokens:
     """The tokens of a prompt without the template's invitation to answer."""
-    loaded = worker.loaded
-    prompt = encode(
-        request, loaded.prompts, loaded.context, worker.vocabulary, loaded=loaded.tokenizer
-    )
+    prompt = worker.encode(request)
     ends = [segment.end for segment in prompt.segments() if segment.kind in LASTING]
     return prompt.tokens[: ends[-1]] if ends else prompt.tokens
 
 
-def _namespace(worker: Worker) -> Namespace | None:
-    return None if worker.storage is None else worker.storage.namespace
+def _namespace(worker: Worker, salt: bytes, tenant: str = "") -> Namespace | None:
+    storage = worker.storage_for(salt, tenant)
+    return None if storage is None else storage.namespace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,15 +13,16 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from engine.events import Reuse
+from engine.events import HoldState, Mark, Reuse
 from kvdb.errors import KvdbError, QuotaExceeded, StoreMissing
 from kvdb.history import RequestRecord
-from kvdb.identity import Tokens
+from kvdb.identity import Tokens, chain_hashes
 from kvdb.prefetch import ReadBlock, Staging, Wanted, stream_blocks
 from kvdb.segments import Segment
 from kvdb.writer import Payload, Ticket
 
 if TYPE_CHECKING:
+    from kvdb.answers import Answer
     from kvdb.builds import Build
     from kvdb.match import Match, Namespace, PartRef
     from kvdb.reader import Location
@@ -123,23 +125,38 @@ class Storage:
         )
         return replace(lease, sequence=forked)
 
-    def hold(self, tip_hash: bytes, ttl_seconds: float, tenant: str) -> bool:
-        """Hold a chain for some time, anew where it is held already; False where the tenant may
-        hold no more, or the chain is gone."""
-        name = f"ttl:{self.namespace.id}:{tip_hash.hex()}"
+    def hold(self, tip_hash: bytes, ttl_seconds: float, tenant: str) -> HoldState:
+        """Hold a chain for some time at least; not where the tenant may hold no more, or the chain
+        is not stored. What one tenant holds is none of another's."""
+        who = hashlib.sha256(tenant.encode()).hexdigest()[:16]
+        name = f"ttl:{self.namespace.id}:{tip_hash.hex()}:{who}"
 
-        def hold() -> bool:
+        def hold() -> HoldState:
             with contextlib.suppress(StoreMissing):
-                self.store.find_sequence(name).drop()
+                self.store.find_sequence(name).renew(ttl_seconds)
+                return "held"
             try:
                 self.store.sequence(
                     self.namespace, tip_hash, name=name, ttl_seconds=ttl_seconds, tenant=tenant
                 )
-            except (QuotaExceeded, StoreMissing):
-                return False
-            return True
+            except QuotaExceeded:
+                return "share full"
+            except StoreMissing:
+                return "not stored"
+            return "held"
 
-        return not self.store.read_only and self._try(hold, False)
+        return "not stored" if self.store.read_only else self._try(hold, "not stored")
+
+    def hold_prefix(self, tokens: Tokens, end: int, mark: Mark, tenant: str) -> HoldState:
+        """Hold the chain of the first ``end`` of ``tokens``: by the block that ends there, where
+        there is one, else by the one that covers it."""
+        state: HoldState = "not stored"
+        size = self.block_tokens
+        for stop in (end, min(-(-end // size) * size, len(tokens))):
+            if stop and state == "not stored":
+                tip = chain_hashes(self.namespace.fingerprint, tokens[:stop], size)[-1]
+                state = self.hold(tip, mark.ttl_seconds, tenant)
+        return state
 
     def release(self, lease: Lease | None) -> None:
         if lease is not None:
@@ -180,7 +197,7 @@ class Storage:
     ) -> Ticket | None:
         """Hand blocks to the background writer; None where it takes none."""
         if self.store.read_only:
-            self._say("the store is read-only: nothing new is stored")
+            self._say("read-only", "the store is read-only: nothing new is stored")
             return None
         ticket = self._try(
             lambda: self.store.put(
@@ -205,9 +222,15 @@ class Storage:
         record: RequestRecord,
         tickets: Sequence[Ticket],
         segments: Callable[[], Sequence[Segment]],
+        answer: Answer | None = None,
     ) -> None:
         if not self.store.read_only:
-            self._try(lambda: self.store.record(record, tickets, segments), None)
+            self._try(lambda: self.store.record(record, tickets, segments, answer), None)
+
+    def answers(self, keys: Sequence[bytes]) -> Mapping[bytes, Sequence[Tokens]]:
+        """See :meth:`kvdb.store.Store.answers`."""
+        nothing: Mapping[bytes, Sequence[Tokens]] = {}
+        return self._try(lambda: self.store.answers(keys), nothing)
 
     def _try(self, action: Callable[[], T], otherwise: T) -> T:
         try:
@@ -217,9 +240,10 @@ class Storage:
             return otherwise
 
     def _say_failed(self, error: KvdbError) -> None:
-        self._say(f"the store failed, going on without it: {type(error).__name__}: {error}")
+        kind = type(error).__name__
+        self._say(kind, f"the store failed, going on without it: {kind}: {error}")
 
-    def _say(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
+    def _say(self, kind: str, message: str) -> None:
+        if kind not in self._said:  # messages may differ by a number, without end
+            self._said.add(kind)
             log.warning("%s", message)

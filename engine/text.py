@@ -14,14 +14,16 @@ class StopFinder:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
+        self.found: str | None = None
 
     def feed(self, piece: str) -> tuple[str, bool]:
         """``(text to emit, whether a stop was reached)``; nothing from the stop on is emitted."""
         text = self._held + piece
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
+            at, self.found = min(found)
             self._held = ""
-            return text[: min(found)], True
+            return text[:at], True
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
@@ -54,6 +56,11 @@ class Output:
         self._ends = frozenset(request.stop_tokens) | (frozenset() if request.ignore_eos else eos)
         self._finder = StopFinder(request.stop)
         self._left = max_tokens
+
+    @property
+    def stop_text(self) -> str | None:
+        """The stop text that was met."""
+        return self._finder.found
 
     def feed(self, token: int) -> tuple[str, FinishReason | None]:
         """``(printable text, reason to end here or None)``. An end token has no text."""

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -23,6 +23,8 @@ from engine.memory import gauges
 from engine.options import EngineOptions
 from engine.plan import FULL_ATTENTION
 from engine.prefill import check_step
+from engine.prompt.encode import Prompt, encode
+from engine.prompt.memory import TokenMemory
 from engine.restore import Buffers, capacity_for
 from engine.storage import Storage
 from engine.tokenmasks import TokenMasks
@@ -32,6 +34,7 @@ from kvdb.layout import Layout
 from kvdb.ramtier import RamTier
 
 if TYPE_CHECKING:
+    from kvdb.answers import Answer
     from kvdb.store import Store
 
 # Key spaces of salted requests that are kept at hand.
@@ -77,12 +80,28 @@ class Worker:
         self._load_ms = self.loaded.load_seconds * 1e3
         if self.storage is None:
             self._store = None  # it cannot be used
+        self.memory: TokenMemory | None = None
+        if self.storage is not None and self.loaded.prompts is not None:
+            self.memory = TokenMemory(self.loaded.prompts, self.storage.answers)
         self.guard = guard or Guard(options.max_memory, gauges())
         for tier in self._tiers():
             self.guard.include(tier)
         self.guard.settle()
         self.steps = self.guard.steps(self.block_tokens)
         self._warmup_ms = (time.perf_counter() - began) * 1e3 - self._load_ms
+
+    @property
+    def facts(self) -> models.ModelFacts:
+        loaded = self.loaded
+        return models.ModelFacts(
+            loaded.name,
+            loaded.context,
+            self.vocabulary,
+            loaded.prompts,
+            loaded.answer_style,
+            self._load_ms / 1e3,
+            self._warmup_ms / 1e3,
+        )
 
     def new_caches(self) -> list[Any]:
         """Empty caches of the model; UsageError where ``kv_bits`` does not fit it."""
@@ -105,6 +124,35 @@ class Worker:
         self._load_ms = self._warmup_ms = 0.0
         return generation
 
+    def encode(self, request: Request) -> Prompt:
+        """The prompt of a request. Raises PromptError or UsageError."""
+        loaded = self.loaded
+        recall = None
+        if self.memory is not None and request.read:
+            recall = partial(self.memory.recall, self._salt_of(request))
+        return encode(
+            request,
+            loaded.prompts,
+            loaded.context,
+            self.vocabulary,
+            loaded=loaded.tokenizer,
+            recall=recall,
+        )
+
+    def remember(
+        self, request: Request, prompt: Prompt, ids: Sequence[int], said: str
+    ) -> Answer | None:
+        """Remember the tokens of an answer of which the client was told ``said``; what is returned
+        goes into the store with the request's record."""
+        if self.memory is None or not (request.remember and request.store and request.messages):
+            return None
+        ended = bool(ids) and not request.ignore_eos and ids[-1] in self.loaded.eos
+        salt = self._salt_of(request)
+        return self.memory.remember(prompt.text or "", ids, said, salt, ended=ended)
+
+    def _salt_of(self, request: Request) -> bytes:
+        return joined_salt(self.salt, request.salt) if request.salt else self.salt
+
     def state_bytes(self, tokens: int) -> int:
         """How much memory the state of ``tokens`` tokens takes, as far as that is known."""
         if self.layout is None:
@@ -122,14 +170,15 @@ class Worker:
             return Buffers(layout, capacity)
         return DeviceBuffers(layout, self._store.device_ram, self._uplink)
 
-    def storage_for(self, salt: bytes) -> Storage | None:
-        """The key space of requests with ``salt``; without one, the engine's own."""
+    def storage_for(self, salt: bytes, tenant: str = "") -> Storage | None:
+        """The key space of requests with ``salt``; without one, the engine's own. A new one counts
+        in the quota of ``tenant``."""
         if not salt or self.storage is None:
             return self.storage
         if salt not in self._salted:
             while len(self._salted) >= MAX_SALTS:
                 del self._salted[next(iter(self._salted))]
-            self._salted[salt] = self._storage(_joined(self.salt, salt))
+            self._salted[salt] = self._storage(joined_salt(self.salt, salt), tenant)
         return self._salted[salt]
 
     def _alone(self) -> str | None:
@@ -171,7 +220,7 @@ class Worker:
             log.warning("the state of %s is not stored: %s", self.loaded.name, reason)
         return layout, vocabulary
 
-    def _storage(self, salt: bytes) -> Storage | None:
+    def _storage(self, salt: bytes, tenant: str = "") -> Storage | None:
         if self.layout is None or self._store is None:
             return None
         try:
@@ -185,13 +234,14 @@ class Worker:
                 name=self.loaded.name,
                 block_tokens=self.block_tokens,
                 salt=salt,
+                tenant=tenant,
             )
         except KvdbError as error:
             log.warning("going on without the store: %s", error)
             return None
 
 
-def _joined(engine: bytes, request: bytes) -> bytes:
+def joined_salt(engine: bytes, request: bytes) -> bytes:
     """One salt of two, such that no other two give the same."""
     digest = hashlib.sha256(b"kvdb/salt/1\0" + len(engine).to_bytes(8, "little"))
     digest.update(engine + request)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvdb import holding, index, thinning
+from kvdb.answers import trim_answers
 from kvdb.clock import Environment
 from kvdb.codecs import Codec
 from kvdb.driver import Connection, Database, sqlite3
@@ -138,6 +139,8 @@ class Committer:
                     _run_task(connection, task)
                 if tasks:
                     trim_history(connection, self._limit.history_rows)
+                    now = self._environment.now_us()
+                    trim_answers(connection, self._limit.answer_bytes, now)
                 left = [*visible.emptied, *(place.id for place, _ in published)]
                 dead = index.kill_if_empty(connection, left)
         except BaseException:

@@ -70,6 +70,14 @@ class OutOfMemory(KvdbError):
     """A request does not fit the memory that the process may use."""
 
 
+class Busy(KvdbError):
+    """There is no place for a request now; there may be one in ``retry_seconds``."""
+
+    def __init__(self, message: str, retry_seconds: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_seconds = retry_seconds
+
+
 def disk_error(root: Path, error: OSError) -> KvdbError:
     """The typed error for what the file system refused at the store in ``root``."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

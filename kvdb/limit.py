@@ -18,6 +18,7 @@ WAL_RESERVE_BYTES = (1000 * 4096) + (1 << 20)
 
 # A block of the file system for each of up to 256 folders of shards, and for those above them.
 FOLDERS_RESERVE_BYTES = 260 * 4096
+MAX_ANSWER_BYTES = 64 << 20
 
 
 def on_disk(nbytes: int) -> int:
@@ -98,6 +99,11 @@ class Limit:
     def history_rows(self) -> int:
         """Rows of ``requests``, and of ``evictions``, that fit beside the payload."""
         return self.max_bytes // 16384
+
+    @property
+    def answer_bytes(self) -> int:
+        """Bytes of token memory beside the payload: about one token for each KiB of state."""
+        return min(MAX_ANSWER_BYTES, self.max_bytes // 64)
 
     def disk_allows(self, nbytes: int) -> bool:
         """True when ``nbytes`` more leave the free disk that was asked for."""

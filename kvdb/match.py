@@ -19,7 +19,7 @@ from kvdb.layout import Layout
 MAX_STATE_TAILS = 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Namespace:
     """One key space of an open store."""
 

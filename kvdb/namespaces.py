@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 from kvdb import index
 from kvdb.builds import Build, find_or_add_build, set_verdict
@@ -22,6 +23,7 @@ from kvdb.identity import DEFAULT_BLOCK_TOKENS, ModelIdentity, namespace_fingerp
 from kvdb.layout import Layout
 from kvdb.match import Namespace
 from kvdb.shards import NamespaceRecord
+from kvdb.vacant import drop_vacant
 
 
 class Namespaces:
@@ -29,7 +31,9 @@ class Namespaces:
 
     database: Database
     environment: Environment
+    _process_id: int | None
     _records: dict[int, NamespaceRecord]
+    _handles: WeakValueDictionary[tuple[int, str], Namespace]  # by id and model name
     _builds: dict[int, str]
 
     @property
@@ -48,11 +52,12 @@ class Namespaces:
         build: str | None = None,
         tenant: str = "",
     ) -> Namespace:
-        """The key space of a model with a cache layout; made when it is new.
+        """The key space of a model with a cache layout; made when it is new. Too many that hold
+        nothing are dropped, but for those of which there is a handle.
 
         ``model`` is a name for people and takes no part in identity; ``tenant`` is whose quota it
-        counts in. On a read-only store a new
-        namespace raises StoreMissing. Raises UsageError for a bad ``block_tokens``.
+        counts in. On a read-only store a new namespace raises StoreMissing. Raises UsageError for
+        a bad ``block_tokens``.
         """
         fingerprint = namespace_fingerprint(identity, layout, block_tokens, salt, build)
         record = NamespaceRecord(fingerprint, model, identity, layout, block_tokens, salt, build)
@@ -63,17 +68,21 @@ class Namespaces:
                 raise StoreMissing("The store holds nothing of this model and layout.")
         else:
             try:
+                now = self.environment.now_us()
                 with self.database.write() as connection:
-                    id_ = index.ensure_namespace(
-                        connection, record, self.environment.now_us(), tenant
-                    )
+                    id_ = index.ensure_namespace(connection, record, now, tenant)
+                    used = {id_, *(used for used, _ in self._handles)}
+                    gone = drop_vacant(connection, now, used, self._process_id)
+                for other in gone:
+                    self._records.pop(other, None)
             except (StoreLocked, OutOfSpace, StoreUnavailable, StoreReadOnly):
                 # It cannot be written now: a key space that is there can still be read.
                 id_ = self._find_namespace(fingerprint)
                 if id_ is None:
                     raise
         self._records[id_] = record
-        return Namespace(id_, fingerprint, model, layout, block_tokens)
+        handle = Namespace(id_, fingerprint, model, layout, block_tokens)
+        return self._handles.setdefault((id_, model), handle)
 
     def _find_namespace(self, fingerprint: bytes) -> int | None:
         with self.database.read() as connection:

@@ -39,6 +39,16 @@ FIND_SEQUENCE = (
     "SELECT s.id, n.id, n.fingerprint, n.model, n.layout, n.block_tokens FROM sequences AS s "
     "JOIN namespaces AS n ON n.id = s.namespace_id WHERE s.name = ?"
 )
+# The named ones of a tenant, with the tokens that their chains have.
+NAMED_SEQUENCES = """
+SELECT s.name, n.model, coalesce(b.depth * n.block_tokens + b.token_count, 0), s.created_at,
+    s.expires_at
+FROM sequences AS s JOIN namespaces AS n ON n.id = s.namespace_id
+LEFT JOIN blocks AS b ON b.id = s.tip_id
+WHERE s.name IS NOT NULL AND s.tenant = ?1 AND (?2 IS NULL OR s.name = ?2)
+    AND coalesce(s.expires_at > ?3, 1)
+ORDER BY s.name
+"""
 REQUEST_TIP = (
     "SELECT b.hash, b.namespace_id FROM requests AS r JOIN blocks AS b ON b.id = r.tip_id "
     "WHERE r.id = ? AND (b.state = 'live' OR b.refs > 0)"
@@ -55,6 +65,8 @@ WITH RECURSIVE held (id) AS (
 )
 SELECT coalesce(sum(p.nbytes), 0) FROM held JOIN parts AS p ON p.block_id = held.id
 """
+# One without a time to end stays so.
+RENEW_SEQUENCE = "UPDATE sequences SET expires_at = max(expires_at, ?) WHERE id = ? RETURNING id"
 # Pins, names and TTLs may hold this share of a tenant's quota: the rest stays a cache.
 HOLDABLE = 0.5
 MAX_TTL_SECONDS = 1e11
@@ -179,6 +191,15 @@ class Sequence:
             ]
         return joined
 
+    def renew(self, ttl_seconds: float) -> None:
+        """Last at least so long from now on. Raises StoreMissing once dropped, UsageError for a
+        time that is none."""
+        expires = _expiry(self._store, ttl_seconds)
+        with self._store.database.write() as connection:
+            row = connection.execute(RENEW_SEQUENCE, (expires, self.id)).fetchone()
+        if row is None:
+            raise StoreMissing(f"The sequence {self.name or self.id} was dropped.")
+
     def drop(self) -> None:
         """Let go of the chain. Blocks stay until they are evicted. Quiet when done before."""
         with self._store.database.write() as connection:
@@ -219,12 +240,10 @@ def create_sequence(
     owner: int | None,
 ) -> Sequence:
     """See :meth:`kvdb.store.Store.sequence`; ``owner`` is the process row of an unnamed one."""
-    if ttl_seconds is not None and not 0 <= ttl_seconds < MAX_TTL_SECONDS:
-        raise UsageError(f"A sequence cannot last {ttl_seconds} seconds.")
+    expires = None if ttl_seconds is None else _expiry(store, ttl_seconds)
     if name is not None and not (name and name.isprintable()):
         raise UsageError("A sequence's name must be printable text.")
     now = store.environment.now_us()
-    expires = None if ttl_seconds is None else now + int(ttl_seconds * 1_000_000)
     with store.database.write() as connection:
         holding.drop_expired(connection, now)
         tip = None
@@ -255,6 +274,30 @@ def create_sequence(
             now=now,
         )
     return Sequence(store, namespace, id_, name)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSequence:
+    """What a name holds; times in Unix µs."""
+
+    name: str
+    model: str
+    tokens: int
+    created_at: int
+    expires_at: int | None
+
+
+def named_sequences(store: Store, tenant: str, name: str | None = None) -> list[NamedSequence]:
+    """The names that a tenant has and whose time is not over, or the one of them asked for."""
+    with store.database.read() as connection:
+        rows = connection.execute(NAMED_SEQUENCES, (tenant, name, store.environment.now_us()))
+        return [NamedSequence(*row) for row in rows]
+
+
+def _expiry(store: Store, ttl_seconds: float) -> int:
+    if not 0 <= ttl_seconds < MAX_TTL_SECONDS:
+        raise UsageError(f"A sequence cannot last {ttl_seconds} seconds.")
+    return store.environment.now_us() + int(ttl_seconds * 1_000_000)
 
 
 def request_tip(store: Store, request_id: int) -> tuple[Namespace, bytes]:

@@ -11,11 +11,13 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from kvdb import holding, index, recovery, retention
+from kvdb.answers import Answer, find_answers, remember_answer
 from kvdb.backup import MAX_AGE_SECONDS, refresh_backup
 from kvdb.check.verify import VerifyReport, verify_store
 from kvdb.clock import Environment
@@ -112,6 +114,7 @@ class Store(Namespaces, Upkeep, Snapshots):
         self._locks = locks
         self._spreader = spreader
         self._records: dict[int, NamespaceRecord] = {}
+        self._handles: WeakValueDictionary[tuple[int, str], Namespace] = WeakValueDictionary()
         self._builds: dict[int, str] = {}
         self._closed = False
         self._pid = os.getpid()
@@ -165,6 +168,10 @@ class Store(Namespaces, Upkeep, Snapshots):
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all puts and records made before are durable; False on time-out."""
         return True if self._writer is None else self._writer.flush(timeout)
+
+    def unwritten(self) -> tuple[int, int]:
+        """Puts that are not durable yet, and their bytes."""
+        return (0, 0) if self._writer is None else self._writer.waiting()
 
     def _require_writer(self) -> Writer:
         if self._closed or self._pid != os.getpid():
@@ -387,10 +394,12 @@ class Store(Namespaces, Upkeep, Snapshots):
         record: RequestRecord,
         tickets: Items[Ticket] = (),
         segments: Callable[[], Items[Segment]] | None = None,
+        answer: Answer | None = None,
     ) -> None:
-        """Write one request's row and count a use of its blocks, in the background, after its
-        puts: what one of their ``tickets`` says was dropped becomes ``unstored``. ``segments``
-        gives those of the record, there too: a long prompt has many."""
+        """Write one request's row, with the tokens of its ``answer``, and count a use of its
+        blocks, in the background, after its puts: what one of their ``tickets`` says was dropped
+        becomes ``unstored``. ``segments`` gives those of the record, there too: a long prompt has
+        many."""
         parts: list[Segment] = list(record.segments)
 
         def prepare() -> None:
@@ -401,10 +410,22 @@ class Store(Namespaces, Upkeep, Snapshots):
             dropped = next((ticket.reason for ticket in tickets if ticket.reason), None)
             row = replace(record, segments=tuple(parts), unstored=record.unstored or dropped)
             insert_request(connection, row)
+            if answer is not None:
+                remember_answer(connection, answer, self.environment.now_us())
             if record.touched:
                 retention.touch(connection, record.touched, index.next_tick(connection))
 
         self._require_writer().submit_task(write, prepare)
+
+    def later(self, write: Callable[[Any], None]) -> None:
+        """Run a small write on the index in the background, with the writer's next commit: what
+        may be lost, but must not wait for the disk."""
+        self._require_writer().submit_task(write)
+
+    def answers(self, keys: Items[bytes]) -> Mapping[bytes, list[Tokens]]:
+        """The tokens of answers remembered under some keys, newest first."""
+        with self.database.read() as connection:
+            return find_answers(connection, keys)
 
     def info(self) -> StoreInfo:
         return collect_info(self)

@@ -202,6 +202,11 @@ class Writer:
             )
             return idle and not self._failed
 
+    def waiting(self) -> tuple[int, int]:
+        """Puts that are queued or being written, and their bytes."""
+        with self._condition:
+            return len(self._jobs) + self._busy, self._bytes
+
     def close(self) -> None:
         """Finish what is queued, then stop the thread."""
         with self._condition:

@@ -61,6 +61,15 @@ def test_the_users_file_is_found(folder: Path) -> None:
         ("max_bytes = true", "max_bytes"),
         ("block_tokens = 1.5", "block_tokens"),
         ("[server]\nport = 1", "server"),
+        ("serve = 1", "serve"),
+        ("[serve]\nprot = 1", "serve.prot"),
+        ("[serve]\nport = 70000", "65535"),
+        ("[serve]\nno_auth = 2", "true or false"),
+        ("[serve]\ntemp = nan", "number"),
+        ("[serve]\ncors_origins = [1]", "texts"),
+        ('[models."m"]\nport = 1', "port of"),
+        ('[models."m"]\nkv_bits = "x"', "kv_bits"),
+        ('[models]\n"m" = 1', "table"),
         ("block_tokens = ", "TOML"),
     ],
 )
@@ -71,10 +80,44 @@ def test_a_mistake_in_the_file_is_an_error(folder: Path, text: str, word: str) -
     assert str(folder / "kvdb.toml") in str(caught.value)
 
 
+def test_serving_has_a_table_and_variables_of_its_own(folder: Path) -> None:
+    (folder / "kvdb.toml").write_text(
+        '[serve]\nport = 1234\nmax_waiting = 3\ncors_origins = ["http://a"]\n'
+    )
+    environment = {"KVDB_SERVE_MAX_WAITING": "5", "KVDB_SERVE_ALLOWED_HOSTS": "a, b"}
+    settings = config.load({"serve.host": "::1"}, environment=environment, folder=folder)
+    assert settings.all["serve.host"].origin == "flag --host"
+    assert (settings["serve.port"], settings["serve.cors_origins"]) == (1234, ("http://a",))
+    assert settings["serve.max_waiting"] == 5
+    assert settings["serve.allowed_hosts"] == ("a", "b")
+    assert settings["serve.no_auth"] is False
+
+
+def test_a_models_section_holds_where_nobody_set_it_for_all(folder: Path) -> None:
+    (folder / "kvdb.toml").write_text(
+        'reuse = "exact"\n[serve]\ntemp = 0.5\n[models]\nfolder = "/pulled"\n'
+        '[models."a/b"]\ntemp = 0.9\nkv_bits = 8\nreuse = "max"\ntop_k = 7\nblock_tokens = 64\n'
+    )
+    settings = config.load(
+        {"serve.top_k": 9}, environment={"KVDB_BLOCK_TOKENS": "32"}, folder=folder
+    )
+    found = {key: value.value for key, value in settings.for_model("a/b").items()}
+    # flag > environment > kvdb.toml > section > default
+    assert (found["top_k"], found["block_tokens"]) == (9, 32)
+    assert (found["temp"], found["reuse"], found["kv_bits"]) == (0.5, "exact", 8)
+    assert found["max_tokens"] == 4096
+    assert settings.for_model("a/b")["kv_bits"].origin.startswith('[models."a/b"] in ')
+    assert settings.for_model("other")["kv_bits"].value is None
+    assert settings["models"] == Path("/pulled")
+    assert settings["block_tokens"] == 32
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("KVDB_STOER", "x"),
+        ("KVDB_SERVE_STOER", "x"),
+        ("KVDB_SERVE_PORT", "-1"),
         ("KVDB_REUSE", "most"),
         ("KVDB_MAX_BYTES", "-1"),
         ("KVDB_STORE", ""),

@@ -9,13 +9,16 @@ prefixes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.prompt.template import ChatTemplate, Span, plain, prefix_renders
 from kvdb.segments import Segment, content_digest
+
+if TYPE_CHECKING:
+    from engine.events import Mark
 
 # Prefixes are rendered at most this often: each costs as much as what it holds.
 MOST_RENDERS = 64
@@ -39,9 +42,7 @@ def chat_segments(
     A token that straddles two parts belongs to the second, so that the tokens up to a part's end
     depend on nothing behind it.
     """
-    spans = template.spans(messages, tools, options=options, text=text)
-    if not spans or not any(span.kind == "message" for span in spans):
-        spans = _by_prefixes(template, messages, tools, options, text)
+    spans = part_spans(template, messages, tools, options, text)
     if not spans:
         return []
     segments: list[Segment] = []
@@ -58,6 +59,42 @@ def chat_segments(
             done = count
         start = end
     return segments
+
+
+def part_spans(
+    template: ChatTemplate,
+    messages: Messages,
+    tools: Tools | None,
+    options: Mapping[str, Any],
+    text: str,
+) -> list[Span]:
+    """Where messages and tools lie in a rendered chat ``text``, in order; none where the template
+    does not tell."""
+    spans = template.spans(messages, tools, options=options, text=text)
+    if not spans or not any(span.kind == "message" for span in spans):
+        spans = _by_prefixes(template, messages, tools, options, text)
+    return spans
+
+
+def answer_starts(
+    template: ChatTemplate,
+    messages: Messages,
+    tools: Tools | None,
+    options: Mapping[str, Any],
+    text: str,
+) -> list[int]:
+    """Where in a rendered chat ``text`` the assistant's messages begin, behind what the template
+    also writes to invite an answer; without those before which it writes something else."""
+    if not any(message.get("role") == "assistant" for message in messages):
+        return []
+    spans = part_spans(template, messages, tools, options, text)
+    spans = [span for span in spans if span.kind == "message"]
+    cue = text[max((span.end for span in spans), default=len(text)) :]
+    return [
+        span.start + len(cue)
+        for span in spans
+        if messages[span.index].get("role") == "assistant" and text.startswith(cue, span.start)
+    ]
 
 
 def unstable_at(
@@ -81,6 +118,42 @@ def unstable_at(
         if not text.startswith(prefix):
             return count
     return None
+
+
+def mark_end(
+    mark: Mark,
+    messages: Messages,
+    segments: Sequence[Segment],
+    text: str,
+    ends: npt.NDArray[np.int64],
+) -> int:
+    """How many tokens lie before a mark in a chat rendered as ``text``, whose parts are
+    ``segments`` and whose tokens end at the characters ``ends``. 0 where it cannot be told."""
+    if mark.tool:
+        return next((p.end for p in segments if p.kind == "tool" and p.index == mark.index), 0)
+    parts = [part for part in segments if part.kind in ("system", "message")]
+    if mark.characters is None:
+        later = next((p for p in parts if p.index is not None and p.index > mark.index), None)
+        if later is None:  # behind it there is what the template writes before the answer
+            return max((p.end for p in segments if p.kind != "template"), default=0)
+        return _before(later, segments)
+    own = next((part for part in parts if part.index == mark.index), None)
+    content = messages[mark.index].get("content")
+    if own is None or not isinstance(content, str):
+        return 0
+    before = _before(own, segments)
+    known = content[: mark.characters].strip()  # templates may trim it
+    begin = int(ends[before - 1]) if before else 0
+    at = text.find(known, begin)
+    if not known or at < 0:
+        return before
+    end = int(np.searchsorted(ends, at + len(known), side="right"))
+    return end if before <= end <= own.end else before
+
+
+def _before(part: Segment, segments: Sequence[Segment]) -> int:
+    """How many tokens lie before a part."""
+    return max((other.end for other in segments if other.end < part.end), default=0)
 
 
 def _by_prefixes(

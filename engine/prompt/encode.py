@@ -7,16 +7,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
-from engine.prompt.boundaries import chat_segments, unstable_at
+from engine.prompt.boundaries import answer_starts, chat_segments, mark_end, unstable_at
+from engine.prompt.splice import Piece, encode_spliced, joined_ids
+from engine.prompt.template import mentions_tools
+from engine.prompt.tokenizer import template_source
+from engine.prompt.tools import ToolTemplate, uses_tools
 from kvdb.errors import PromptError, UsageError
 from kvdb.identity import Tokens, as_tokens
 from kvdb.segments import Segment, content_digest
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding
-
-    from engine.events import Request
+    from engine.events import Mark, Request
+    from engine.prompt.memory import Recall, Splice
     from engine.prompt.tokenizer import PromptTokenizer
 
 # What encode decides itself: other values would change what a prompt is.
@@ -32,7 +36,7 @@ class Prompt:
     tokens: Tokens
     request: Request
     text: str | None = None
-    encoding: Encoding | None = field(default=None, repr=False)
+    pieces: Sequence[Piece] = field(default=(), repr=False)
     tokenizer: PromptTokenizer | None = field(default=None, repr=False)
 
     def segments(self) -> list[Segment]:
@@ -45,17 +49,28 @@ class Prompt:
         if request.text is not None:
             return [Segment("text", count, digest=content_digest(request.text))]
         template = None if self.tokenizer is None else self.tokenizer.template
-        if template is None or self.encoding is None or self.text is None:
+        if template is None or not self.pieces or self.text is None:
             return []
-        ends = np.array([end for _, end in self.encoding.offsets], dtype=np.int64)
         return chat_segments(
             template,
             request.messages or (),
             request.tools,
             request.template_options,
             self.text,
-            ends,
+            self._token_ends(),
         )
+
+    def _token_ends(self) -> npt.NDArray[np.int64]:
+        """Where each token ends in the text, in characters."""
+        return np.concatenate([piece.ends() for piece in self.pieces])
+
+    def mark_ends(self, marks: Sequence[Mark]) -> list[int]:
+        """How many tokens lie before each mark; 0 where that cannot be told."""
+        request = self.request
+        if not marks or not request.messages or not self.pieces or self.text is None:
+            return [0] * len(marks)
+        segments, ends = self.segments(), self._token_ends()
+        return [mark_end(mark, request.messages, segments, self.text, ends) for mark in marks]
 
     def unstable_at(self) -> int | None:
         """See :func:`engine.prompt.boundaries.unstable_at`; None for what is no chat."""
@@ -75,15 +90,17 @@ def encode(
     vocabulary: int | None,
     *,
     loaded: Any | None = None,
+    recall: Recall | None = None,
 ) -> Prompt:
     """The prompt of a request. ``loaded`` is mlx-lm's tokenizer where there is one: then that
-    renders and, where it is not of the tokenizers library, also encodes.
+    renders and, where it is not of the tokenizers library, also encodes. ``recall`` gives the
+    tokens of earlier answers that a chat repeats (engine/prompt/memory.py).
 
     Raises PromptError when the prompt is empty, longer than the model's context, holds unknown
     ids, or needs a tokenizer or chat template that is not there.
     """
     text: str | None = None
-    encoding: Encoding | None = None
+    pieces: Sequence[Piece] = ()
     given: Sequence[int]
     if request.tokens is not None:
         given = request.tokens
@@ -98,13 +115,28 @@ def encode(
         elif tokenizer is None:
             given = _encode_by_loaded(request, text, loaded)
         else:
-            encoding = (
-                tokenizer.encode_text(text)
-                if request.text is not None
-                else tokenizer.encode(text, special=False)
-            )
-            given = encoding.ids
-    return Prompt(_checked(given, context, vocabulary), request, text, encoding, tokenizer)
+            pieces = _pieces(request, text, tokenizer, recall)
+            given = joined_ids(pieces)
+    return Prompt(_checked(given, context, vocabulary), request, text, pieces, tokenizer)
+
+
+def _pieces(
+    request: Request, text: str, tokenizer: PromptTokenizer, recall: Recall | None
+) -> list[Piece]:
+    if request.text is not None:
+        encoding = tokenizer.encode_text(text)
+        return [Piece(encoding.ids, len(text), encoding=encoding)]
+    splices: Sequence[Splice] = ()
+    if recall is not None and tokenizer.template is not None:
+        starts = answer_starts(
+            tokenizer.template,
+            request.messages or (),
+            request.tools,
+            request.template_options,
+            text,
+        )
+        splices = recall(text, starts) if starts else ()
+    return encode_spliced(tokenizer, text, splices)
 
 
 def _refuse_at_sight(text: str, tokenizer: PromptTokenizer, context: int) -> None:
@@ -149,14 +181,25 @@ def _text(request: Request, tokenizer: PromptTokenizer | None, loaded: Any | Non
     for name, items in (("message", request.messages), ("tool", request.tools or ())):
         if not all(isinstance(item, Mapping) for item in items):
             raise PromptError(f"A {name} must be an object.")
-    if loaded is not None:
+    template = None if tokenizer is None else tokenizer.template
+    ours = isinstance(template, ToolTemplate) and uses_tools(request.messages, request.tools)
+    if loaded is not None and not ours:
+        if template is None and request.tools:
+            _check_tools(loaded)
         text = _render_by_loaded(request, options, loaded)
-    elif tokenizer is not None and tokenizer.template is not None:
-        text = tokenizer.template.render(request.messages, request.tools, options=options)
+    elif template is not None:
+        text = template.render(request.messages, request.tools, options=options)
     else:
         raise PromptError("The model has no chat template: give its prompt as text.")
     check_text(text)
     return text
+
+
+def _check_tools(loaded: Any) -> None:
+    """Raise PromptError where tools would be left out unseen."""
+    source = template_source(loaded)
+    if isinstance(source, str) and not mentions_tools(source):
+        raise PromptError("The model's chat template has no tools.")
 
 
 def _render_by_loaded(request: Request, options: Mapping[str, Any], loaded: Any) -> str:

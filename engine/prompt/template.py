@@ -143,6 +143,12 @@ class ChatTemplate:
             raise PromptError(f"The chat template refuses these messages: {error}.") from error
 
     @cached_property
+    def has_tools(self) -> bool:
+        """Does the template itself know of tools?"""
+        sources = [self.source] if isinstance(self.source, str) else list(self.source.values())
+        return any(map(mentions_tools, sources))
+
+    @cached_property
     def _default(self) -> jinja2.Template:
         source = self.source
         if isinstance(source, str):
@@ -156,6 +162,15 @@ class ChatTemplate:
         if isinstance(self.source, str) or "tool_use" not in self.source:
             return self._default
         return _compile(self.source["tool_use"])
+
+
+def mentions_tools(source: str) -> bool:
+    """Does a template have the variable ``tools``? A damaged one says so when it is rendered."""
+    try:
+        tree = _environment().parse(source)
+    except jinja2.TemplateError:
+        return True
+    return any(name.name == "tools" for name in tree.find_all(nodes.Name))
 
 
 def _message(message: Mapping[str, Any]) -> Data:

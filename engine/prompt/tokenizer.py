@@ -12,13 +12,15 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.answers.style import AnswerStyle, infer_style
 from engine.folders import cache_folder, private_folder
 from engine.prompt.template import ChatTemplate
+from engine.prompt.tools import chat_template
 from kvdb.errors import ModelError, PromptError
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
     from kvdb.store import Store
 
-FORMAT = 1
+FORMAT = 2
 # All that transformers may read; what a file is called is part of what it means.
 FILES = (
     "config.json",
@@ -42,23 +44,18 @@ FILES = (
     "vocab.txt",
 )
 TEMPLATE_FOLDERS = ("additional_chat_templates",)
-# mlx-lm: a model whose vocabulary has one of these pairs thinks, and its template is told so.
-THINKING = (
-    ("<think>", "</think>"),
-    ("<longcat_think>", "</longcat_think>"),
-    ("<|think:start|>", "<|think:end|>"),
-    ("<|channel>", "<channel|>"),
-)
-XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTokenizer:
-    """``template`` is None for a model without one, or with one that only its own code renders."""
+    """``template`` is None for a model without one, or with one that only its own code renders.
+    ``digest``, 32 bytes, is that of all that makes ids of a text."""
 
     backend: Tokenizer
     template: ChatTemplate | None
     bos: str | None
+    style: AnswerStyle
+    digest: bytes
 
     def encode(self, text: str, *, special: bool) -> Encoding:
         """Ids and character offsets; with ``special`` also the tokens put around a plain text.
@@ -90,21 +87,33 @@ def adopt(tokenizer: Any) -> PromptTokenizer | None:
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if type(backend).__module__.partition(".")[0] != "tokenizers":
         return None
-    source = getattr(tokenizer, "chat_template", None)
-    custom = "chat_template_type" in getattr(tokenizer, "init_kwargs", {})
+    style = answer_style(tokenizer)
     template = None
-    if source is not None and not custom:
-        specials = dict(tokenizer.special_tokens_map)
-        template = ChatTemplate(source, json.loads(json.dumps(specials, default=str)), False)
-        template.thinking = _thinks(backend)
-    return PromptTokenizer(backend, template, tokenizer.bos_token)
+    source = template_source(tokenizer)
+    if source is not None:
+        specials = json.loads(json.dumps(dict(tokenizer.special_tokens_map), default=str))
+        # mlx-lm tells the template of a model that thinks to let it.
+        template = chat_template(source, specials, style.thinking is not None)
+    digest = hashlib.sha256(backend.to_str().encode()).digest()
+    return PromptTokenizer(backend, template, tokenizer.bos_token, style, digest)
 
 
-def _thinks(backend: Tokenizer) -> bool:
-    def known(names: Sequence[str]) -> bool:
-        return all(backend.token_to_id(name) is not None for name in names)
+def answer_style(tokenizer: Any) -> AnswerStyle:
+    """The style of the answers of a model whose tokenizer mlx-lm or transformers loaded."""
+    source = template_source(tokenizer)
+    return infer_style(
+        getattr(tokenizer, "chat_template", None),
+        tokenizer.get_vocab(),
+        getattr(tokenizer, "init_kwargs", {}),
+        own_tools=source is not None and not chat_template(source, {}, False).has_tools,
+    )
 
-    return any(map(known, THINKING)) or known(XTML)
+
+def template_source(tokenizer: Any) -> str | dict[str, str] | None:
+    """The chat template, or several by name, of a tokenizer that mlx-lm or transformers loaded;
+    None without one or with one that is code."""
+    custom = "chat_template_type" in getattr(tokenizer, "init_kwargs", {})
+    return None if custom else getattr(tokenizer, "chat_template", None)
 
 
 def remember(folder: Path, tokenizer: PromptTokenizer) -> None:
@@ -115,8 +124,9 @@ def remember(folder: Path, tokenizer: PromptTokenizer) -> None:
     template = tokenizer.template
     own = tokenizer.backend.to_str()
     document = {
-        "format": FORMAT,
         "bos": tokenizer.bos,
+        "digest": tokenizer.digest.hex(),
+        "style": asdict(tokenizer.style),
         "backend": None if _same(folder, own) else own,
         "template": None
         if template is None
@@ -169,8 +179,11 @@ def _recall(folder: Path) -> PromptTokenizer | None:
             else Tokenizer.from_str(backend)
         )
         template = document["template"]
-        chat = None if template is None else ChatTemplate(**template)
-        return PromptTokenizer(made, chat, document["bos"])
+        chat = None if template is None else chat_template(**template)
+        style = dict(document["style"])
+        style["thinking"] = style["thinking"] and tuple(style["thinking"])
+        digest = bytes.fromhex(document["digest"])
+        return PromptTokenizer(made, chat, document["bos"], AnswerStyle(**style), digest)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     except Exception as error:  # the tokenizers library raises nothing narrower
@@ -198,7 +211,7 @@ def _ask_transformers(folder: Path) -> Any:
 
 def _memory(folder: Path) -> Path:
     """Where the tokenizer of ``folder`` is remembered as long as none of its files changes."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(f"format {FORMAT}\n".encode())
     for package in ("transformers", "tokenizers"):
         try:
             digest.update(f"{package} {version(package)}\n".encode())

@@ -1,4 +1,4 @@
-"""What shards do not hold (names, history, settings, recency), taken over from an old index."""
+"""What shards do not hold (names, history, settings, keys, responses), from an old index."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdb import driver, holding, index
+from kvdb.answers import INSERT_ANSWER
 from kvdb.backup import BACKUP_NAME
 from kvdb.driver import Connection, Database
 from kvdb.errors import IntegrityError, KvdbError, OutOfSpace, StoreTooNew
@@ -19,8 +20,8 @@ ROWS_PER_TRANSACTION = 500
 
 
 def recover_rest(database: Database, root: Path) -> tuple[int, list[str]]:
-    """Sequences, history, settings and ticks from the old index, else from its backup. Returns the
-    number of named sequences recovered, and what is lost in words."""
+    """Sequences, history, settings, keys and ticks from the old index, else from its backup.
+    Returns the number of named sequences recovered, and what is lost in words."""
     with database.read() as connection:
         own_columns = {row[1] for row in connection.execute("PRAGMA table_info(requests)")}
     for name in (driver.INDEX_NAME, BACKUP_NAME):
@@ -46,16 +47,18 @@ def recover_rest(database: Database, root: Path) -> tuple[int, list[str]]:
         sequences, lost = _write_rest(database, rest)
         if name == BACKUP_NAME:
             made = datetime.fromtimestamp(source.stat().st_mtime, UTC)
-            lost.append(f"names and history newer than the backup of {made:%Y-%m-%d %H:%M} UTC")
+            lost.append(
+                f"names, keys and history newer than the backup of {made:%Y-%m-%d %H:%M} UTC"
+            )
         return sequences, lost
     with database.write() as connection:
         _set_settings(connection, [])
-    return 0, ["named sequences, request history and settings: no readable index or backup"]
+    return 0, ["named sequences, request history, settings and keys: no readable index or backup"]
 
 
 @dataclass(slots=True)
-class _Totals:
-    """Rows of a table of kept totals; the last value of each is its namespace's fingerprint."""
+class _Rows:
+    """Rows of a table. Of kept totals the last value of each is its namespace's fingerprint."""
 
     columns: list[str]
     rows: list[tuple[Any, ...]]
@@ -70,13 +73,17 @@ class _Rest:
     sequences: list[tuple[str, bytes | None, bytes, str, int | None, int]]
     request_columns: list[str]
     requests: list[tuple[Any, ...]]
-    totals: dict[str, _Totals]
+    totals: dict[str, _Rows]
+    answers: list[tuple[bytes, bytes, int]]
     access: list[tuple[bytes, str, int, int, int, int]]
     tenants: list[tuple[bytes, str]]
+    own: dict[str, _Rows]
 
 
 # Kept totals, each row with a namespace; 0, and a namespace that is gone, is "none".
 TOTALS = ("request_totals", "hourly_totals", "eviction_totals", "write_totals")
+# Tables that refer to no other.
+OWN_TABLES = ("keys", "responses")
 KEPT_COUNTERS = ("tick", "age_ratio", "cow_copies", "blocks_dropped", "blocks_too_large")
 
 
@@ -104,12 +111,22 @@ def _read_rest(old: Connection, own_columns: set[str]) -> _Rest:
             "LEFT JOIN blocks AS t ON t.id = r.tip_id ORDER BY r.id"
         ).fetchall(),
         totals={table: _read_totals(old, table) for table in TOTALS if _columns(old, table)},
+        answers=old.execute("SELECT key, tokens, created_at FROM answers ORDER BY id").fetchall()
+        if _columns(old, "answers")
+        else [],
         access=old.execute(
             "SELECT hash, queue, last_access, prev_access, hits, created_at FROM blocks "
             "WHERE state = 'live'"
         ).fetchall(),
         tenants=old.execute("SELECT fingerprint, tenant FROM namespaces").fetchall(),
+        own={table: _read_own(old, table) for table in OWN_TABLES},
     )
+
+
+def _read_own(old: Connection, table: str) -> _Rows:
+    columns = list(_columns(old, table))
+    rows = old.execute(f"SELECT * FROM {table}").fetchall() if columns else []  # noqa: S608
+    return _Rows(columns, rows)
 
 
 def _columns(connection: Connection, table: str) -> dict[str, bool]:
@@ -118,15 +135,15 @@ def _columns(connection: Connection, table: str) -> dict[str, bool]:
     return {row[1]: row[5] > 0 for row in rows}
 
 
-def _read_totals(old: Connection, table: str) -> _Totals:
+def _read_totals(old: Connection, table: str) -> _Rows:
     rows = old.execute(
         f"SELECT t.*, n.fingerprint FROM {table} AS t "  # noqa: S608 - one of TOTALS
         "LEFT JOIN namespaces AS n ON n.id = t.namespace_id"
     ).fetchall()
-    return _Totals(list(_columns(old, table)), rows)
+    return _Rows(list(_columns(old, table)), rows)
 
 
-def _write_totals(connection: Connection, table: str, old: _Totals) -> int:
+def _write_totals(connection: Connection, table: str, old: _Rows) -> int:
     """Put the old totals in the place of those that triggers made of the rows taken over. Returns
     how many rows are of no use."""
     own = _columns(connection, table)
@@ -144,6 +161,17 @@ def _write_totals(connection: Connection, table: str, old: _Totals) -> int:
         row[old.columns.index("namespace_id")] = 0 if namespace is None else namespace[0]
         values.append(row)
     return _each(connection, insert, values)
+
+
+def _write_own(connection: Connection, table: str, old: _Rows) -> int:
+    """Returns how many rows are of no use."""
+    if not set(old.columns) <= set(_columns(connection, table)):
+        return len(old.rows)
+    insert = (
+        f"INSERT INTO {table} ({', '.join(old.columns)}) "  # noqa: S608 - one of OWN_TABLES
+        f"VALUES ({', '.join('?' * len(old.columns))})"
+    )
+    return _each(connection, insert, old.rows)
 
 
 def _set_settings(connection: Connection, settings: list[tuple[str, str]]) -> int:
@@ -179,6 +207,7 @@ def _write_rest(database: Database, rest: _Rest) -> tuple[int, list[str]]:
         refused += _set_settings(connection, rest.settings)
         set_tenant = "UPDATE namespaces SET tenant = ?2 WHERE fingerprint = ?1"
         refused += _each(connection, set_tenant, rest.tenants)
+        refused += sum(_write_own(connection, *item) for item in rest.own.items())
         set_counter = "UPDATE counters SET value = ?2 WHERE name = ?1"
         refused += _each(connection, set_counter, rest.counters)
         for name, tip, fingerprint, tenant, expires, created in rest.sequences:
@@ -227,6 +256,10 @@ def _write_rest(database: Database, rest: _Rest) -> tuple[int, list[str]]:
                     block = index.find_block(connection, hash_) if hash_ is not None else None
                     values[positions[column]] = None if block is None else block.id
                 refused += _each(connection, insert, [values])
+    for start in range(0, len(rest.answers), ROWS_PER_TRANSACTION):
+        with database.write() as connection:
+            rows = rest.answers[start : start + ROWS_PER_TRANSACTION]
+            refused += _each(connection, INSERT_ANSWER, rows)
     with database.write() as connection:
         for table, totals in rest.totals.items():
             refused += _write_totals(connection, table, totals)

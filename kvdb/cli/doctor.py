@@ -7,7 +7,7 @@ import importlib.util
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -155,10 +155,13 @@ def _model(values: Settings) -> Iterator[Check]:
 
 
 def _store(values: Settings) -> Iterator[Check]:
+    from kvdb.tuning import advice, recent_tuning
+
     path: Path = values["store"]
     try:
         with open_store(values, read_only=True) as store:
             found = store.info()
+            tuning = recent_tuning(store)
     except StoreMissing:
         yield Check("store", "ok", f"none at {path} yet; the first generate makes one")
         yield from _disk(path, values["min_free_bytes"] or LOW_DISK_BYTES)
@@ -199,7 +202,14 @@ def _store(values: Settings) -> Iterator[Check]:
             "End the program that holds a read transaction on index.sqlite: history, then puts, "
             "pause until then.",
         )
+    for name, detail, next_step in advice(tuning, _places(values), values["ram"]):
+        yield Check(name, "ok", detail, next_step)
     yield from _disk(path, found.min_free_bytes)
+
+
+def _places(values: Settings) -> Callable[[str], int]:
+    """How many requests of a model may run at once."""
+    return lambda model: int(values.for_model(model)["max_running"].value)
 
 
 def _disk(path: Path, wanted: int) -> Iterator[Check]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -90,7 +91,7 @@ def explain(
     }
     which = _Model(model, adapter_path, kv_bits, kv_group_size)
     with open_store(values, read_only=True) as store:
-        encoded = _encode(which, given, raw=ignore_chat_template, system=system_prompt)
+        encoded = _encode(store, which, given, raw=ignore_chat_template, system=system_prompt)
         explanation = _explain_prompt(store, which, encoded, values)
         _print(explanation, encoded.unstable_at(), as_json)
 
@@ -106,10 +107,14 @@ def _explain_request(store: Store, request_id: int) -> Explanation:
     return explain_request(store, request_id, text)
 
 
-def _encode(which: _Model, given: dict[str, Any], *, raw: bool, system: str | None) -> Prompt:
+def _encode(
+    store: Store, which: _Model, given: dict[str, Any], *, raw: bool, system: str | None
+) -> Prompt:
+    """The prompt as the engine would encode it, with the tokens of answers that it remembers."""
     from engine.events import Request
     from engine.models import context_length, read_config
     from engine.prompt.encode import encode
+    from engine.prompt.memory import TokenMemory
     from engine.prompt.tokenizer import load_tokenizer
 
     folder, tokenizer = _folder(which.name), None
@@ -120,7 +125,11 @@ def _encode(which: _Model, given: dict[str, Any], *, raw: bool, system: str | No
             raise
     template = tokenizer is not None and tokenizer.template is not None
     chat = as_chat(given, template=template, raw=raw, system=system)
-    return encode(Request(**chat), tokenizer, context_length(read_config(folder)), None)
+    recall = None
+    if tokenizer is not None:
+        recall = partial(TokenMemory(tokenizer, store.answers).recall, b"")
+    context = context_length(read_config(folder))
+    return encode(Request(**chat), tokenizer, context, None, recall=recall)
 
 
 def _folder(name: str) -> Path:

@@ -8,6 +8,7 @@ import json
 import logging
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -161,9 +162,9 @@ def _generate(*, no_store: bool, stats: bool, as_json: bool, **options: Any) -> 
         max_memory=values["max_memory"],
     )
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_spoken_log())
+        stack.enter_context(spoken_log())
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _terminate))
-        store = None if no_store else _usable_store(values)
+        store = None if no_store else usable_store(values)
         if store is not None:
             stack.enter_context(store)
         engine = stack.enter_context(
@@ -200,16 +201,18 @@ def _terminate(_signal: int, _frame: object) -> None:
     sys.exit(TERMINATED)
 
 
-def _usable_store(values: Settings) -> Store | None:
+def usable_store(values: Settings, *, ram: bool = False) -> Store | None:
     """The store, or what can be had of it: a store that is in the way of nobody's answer."""
     try:
-        return open_store(values, create=True)
+        return open_store(values, create=True, ram=ram)
     except UsageError:
         raise
     except KvdbError as error:
         reason = str(error)
     try:
-        return open_store(values, read_only=True)  # the engine says that nothing new is stored
+        return open_store(
+            values, read_only=True, ram=ram
+        )  # the engine says that nothing new is stored
     except KvdbError:
         say(f"Going on without the store: {reason}")
         return None
@@ -220,10 +223,12 @@ class _Speaker(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         say(f"Note: {record.getMessage()}")
+        if record.exc_info:
+            say("".join(traceback.format_exception(*record.exc_info)).rstrip())
 
 
 @contextlib.contextmanager
-def _spoken_log() -> Iterator[None]:
+def spoken_log() -> Iterator[None]:
     logger, speaker = logging.getLogger("kvdb"), _Speaker(logging.WARNING)
     logger.addHandler(speaker)
     try:

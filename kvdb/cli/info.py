@@ -61,11 +61,22 @@ def info(as_json: bool) -> None:
 
 
 def setting_rows(values: Settings) -> list[dict[str, Any]]:
-    """Every setting with its value and where it came from."""
-    return [
+    """Every setting with its value and where it came from, then what models have of their own."""
+    rows = [
         {"setting": key, "value": _plain(value.value), "origin": value.origin}
         for key, value in values.all.items()
     ]
+    for name, section in values.models.items():
+        effective = values.for_model(name)
+        rows += [
+            {
+                "setting": f'models."{name}".{key}',
+                "value": _plain(effective[key].value),
+                "origin": effective[key].origin,
+            }
+            for key in section
+        ]
+    return rows
 
 
 def _lines(found: StoreInfo) -> list[tuple[str, str]]:

@@ -82,5 +82,14 @@ def _case(match: Match, space: KeySpace, parts: Sequence[Segment], text: Decode 
         tip = match.blocks[matched - 1].id if matched else None
         reach = match.live_prefix_tokens
     return Case(
-        space, match.tokens, match.hashes, parts, text, matched, tip, hits=hits, reach=reach
+        space,
+        match.tokens,
+        match.hashes,
+        parts,
+        text,
+        matched,
+        tip,
+        hits=hits,
+        reach=reach,
+        stored=match.live_prefix_tokens,
     )

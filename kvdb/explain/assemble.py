@@ -63,9 +63,11 @@ def explain(connection: Connection, case: Case) -> Explanation:
 
 
 def _parted(connection: Connection, case: Case, neighbour: Neighbour) -> Explanation:
+    at = neighbour.shared
     sides = Sides(case, neighbour)
     cause = find_cause(sides)
-    at = neighbour.shared
+    if case.lacks_boundary and (cause.code in NEW or at >= len(case.tokens)):
+        return _no_boundary(connection, case, neighbour.name)
     saving = 0
     if cause.code not in NEW:
         saving = max(reusable(case, neighbour), at - case.reach)
@@ -86,6 +88,8 @@ def _parted(connection: Connection, case: Case, neighbour: Neighbour) -> Explana
 
 def _nothing_near(connection: Connection, case: Case, neighbour: Neighbour | None) -> Explanation:
     """Nothing stored continues what matched, or nothing begins like the prompt at all."""
+    if case.lacks_boundary:
+        return _no_boundary(connection, case, None)
     if case.matched:
         return _say(connection, case, "new_content", {}, at=case.reach)
     code = "unrelated"
@@ -94,6 +98,19 @@ def _nothing_near(connection: Connection, case: Case, neighbour: Neighbour | Non
         code = "empty_store" if oldest is None or oldest[0] >= case.before else "new_namespace"
     name = None if neighbour is None else neighbour.name
     return _say(connection, case, code, {}, at=0 if neighbour else None, neighbour=name)
+
+
+def _no_boundary(connection: Connection, case: Case, neighbour: str | None) -> Explanation:
+    facts = {"stored": case.stored, "reach": case.reach}
+    return _say(
+        connection,
+        case,
+        "no_boundary",
+        facts,
+        at=case.reach,
+        saving=case.stored - case.hits,
+        neighbour=neighbour,
+    )
 
 
 def _lost(connection: Connection, case: Case, loss: Loss) -> Explanation:

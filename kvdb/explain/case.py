@@ -18,9 +18,10 @@ END_OF_TIME = (1 << 63) - 1
 @dataclass(frozen=True)
 class Case:
     """``matched`` blocks of the prompt are (or were) held, ``tip_id`` is the last of them. State
-    could be used up to token ``reach``, of which ``hits`` tokens were there. What is younger than
-    ``before`` (Unix µs) counts for nothing, nor do the ``own`` blocks (row ids) of the
-    past request ``request_id``: it is explained by what it could meet."""
+    could be used up to token ``reach``, of which ``hits`` tokens were there; of the first
+    ``stored`` tokens all blocks were, even where layers without full attention could not go on.
+    What is younger than ``before`` (Unix µs) counts for nothing, nor do the ``own`` blocks (row
+    ids) of the past request ``request_id``: it is explained by what it could meet."""
 
     space: KeySpace
     tokens: Tokens
@@ -31,9 +32,15 @@ class Case:
     tip_id: int | None
     hits: int
     reach: int
+    stored: int = 0
     before: int = END_OF_TIME
     own: frozenset[int] = frozenset()
     request_id: int | None = None
+
+    @property
+    def lacks_boundary(self) -> bool:
+        """Whether a block or more that is stored could not be used."""
+        return self.stored > self.reach + self.space.block_tokens
 
 
 @dataclass(frozen=True)

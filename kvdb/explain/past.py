@@ -69,17 +69,18 @@ def past_case(connection: Connection, request_id: int, text: Decode | None) -> C
     tokens = _tokens([blob for _, blob in chain])
     if tokens is None or len(tokens) < count or space is None or space.fingerprint is None:
         return _said_by_row(count, restored, "tokens_gone", parts, reach, reason)
-    prompt = tokens[:count]
+    prompt, matched = tokens[:count], 0 if depth is None else depth + 1
     case = Case(
         space,
         prompt,
         chain_hashes(space.fingerprint, prompt, space.block_tokens),
         parts,
         text,
-        matched=0 if depth is None else depth + 1,
+        matched=matched,
         tip_id=deepest,
         hits=restored,
         reach=reach,
+        stored=min(matched * space.block_tokens, count) if reason == "no_boundary" else 0,
         before=started + int(first_ms * 1e3),  # what is put until then is its own
         own=frozenset(id_ for id_, _ in chain),
         request_id=request_id,

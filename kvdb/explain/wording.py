@@ -114,6 +114,12 @@ CAUSES: Mapping[str, Words] = {
         "another build.",
         "Use reuse = max, or keep to exact mode from the first request on.",
     ),
+    "no_boundary": Words(
+        "The first {stored} tokens are stored, but of sliding or recurrent layers nothing is that "
+        "lets them go on behind token {reach}.",
+        "Let prompts part where a message ends, or name the place as a boundary in the first one: "
+        "such layers keep their state there.",
+    ),
     "not_stored": Words(
         "Request {request} began with the same {count} tokens, but its state was not kept: {why}.",
         "{remedy}",

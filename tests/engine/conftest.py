@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,6 +22,9 @@ from tiny_model import write_model  # noqa: E402
 import kvdb  # noqa: E402
 from engine import Engine, EngineOptions, ModelOptions  # noqa: E402
 from kvdb.store import Store  # noqa: E402
+
+if TYPE_CHECKING:
+    from explain_bench import Bench, Make
 
 MakeEngine = Callable[..., Engine]
 
@@ -93,3 +97,22 @@ def make_engine() -> Iterator[MakeEngine]:
     yield make
     for engine in made:
         engine.close()
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random llama with the chat template of a real one."""
+    from chat_model import write_chat_model
+
+    return write_chat_model(tmp_path_factory.mktemp("models") / "chat")
+
+
+@pytest.fixture
+def bench(chat_model: Path, store: Store, make_engine: MakeEngine) -> Make:
+    """Makes an engine to ask for pairs of requests."""
+    from explain_bench import BLOCK, Bench
+
+    def make(model: Path = chat_model, block_tokens: int = BLOCK, **options: object) -> Bench:
+        return Bench(store, make_engine(store, model, block_tokens=block_tokens, **options), model)
+
+    return make

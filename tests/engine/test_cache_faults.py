@@ -18,6 +18,7 @@ from zoo import SPECIES, WINDOW, write_species
 import kvdb
 from engine import Engine, Request
 from engine.storage import Storage
+from kvdb.explain import explain_request, explain_tokens
 from kvdb.reader import Damaged
 from kvdb.store import Store
 
@@ -134,9 +135,15 @@ def test_incomplete_hybrid_snapshot(models: Models, store: Store, species: str) 
     nothing is restored, and nothing is wrong."""
     with open_engine(store, models[species], species) as engine:
         run(engine, PROMPT, **SHORT)
+        store.flush()
         with store.database.write() as connection:
             connection.execute("DELETE FROM parts WHERE part LIKE 'state:%'")
+        before = explain_tokens(store, store.namespaces()[-1], PROMPT)
         warm = run(engine, PROMPT, **SHORT)
+        store.flush()
+        for why in (before, explain_request(store, 2)):
+            assert (why.code, why.hit_tokens, why.differing_token) == ("no_boundary", 0, 0)
+            assert len(PROMPT) - BLOCK < why.saving_tokens <= len(PROMPT)
         assert warm.stats.restored_tokens == 0
         assert warm.stats.miss_reason == "no_boundary"
         assert equal(cold(models, species, PROMPT), warm, "max")

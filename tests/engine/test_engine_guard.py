@@ -6,13 +6,16 @@ import json
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from many import ask_all, ids
 from tiny_model import prompt_tokens, run, write_model
 
+from engine import Request
 from engine.guard import Gauges, Guard
 from kvdb.errors import OutOfMemory
 from kvdb.ramtier import PartKey, RamTier
@@ -87,6 +90,38 @@ def test_a_waiting_request_goes_on_when_another_ends() -> None:
     assert got
 
 
+def test_an_idle_model_goes_before_a_request_waits_or_is_refused() -> None:
+    memory = Memory(held=900)
+    guard = Guard(1000, memory.gauges())
+    idle = [400, 400]
+    guard.when_short(lambda: bool(idle))
+    for room, left in ((500, 1), (400, 0)):  # refused without; waits without
+        while (claim := guard.claim(room)) is None:
+            gone = idle.pop()
+            memory.held -= gone
+            guard.left(gone)
+        memory.held += room
+        assert (claim.nbytes, len(idle)) == (room, left)
+    assert guard.stats().refusals == 0
+    with pytest.raises(OutOfMemory):
+        guard.claim(1000)
+
+
+def test_a_model_that_is_being_loaded_counts_beside_what_runs() -> None:
+    memory = Memory(held=100)
+    guard = Guard(1000, memory.gauges())
+    claim = guard.claim(400)  # not yet used
+    assert claim is not None
+    assert guard.expect(300)
+    assert not guard.expect(300)
+    assert guard.claim(300) is None
+    memory.held += 300
+    guard.arrived(300, loaded=True)
+    assert guard.claim(300) is None
+    claim.release()
+    assert guard.claim(300) is not None
+
+
 def test_steps_grow_while_they_fit_and_shrink_when_they_do_not() -> None:
     memory = Memory(held=1000)
     guard = Guard(21_000, memory.gauges())
@@ -106,6 +141,57 @@ def test_steps_grow_while_they_fit_and_shrink_when_they_do_not() -> None:
     with pytest.raises(OutOfMemory):
         steps.fit(256, at)
     assert Guard(None, memory.gauges()).steps(16).fit(256, 10**6) == 256
+
+
+def test_room_for_the_steps_of_others_is_waited_for_and_never_a_reason_to_refuse() -> None:
+    memory = Memory(held=100)
+    guard = Guard(1000, memory.gauges())
+    first = guard.claim(400, spare=5000)
+    assert first is not None
+    assert guard.claim(400, spare=200) is None
+    second = guard.claim(400, spare=100)
+    assert second is not None
+    second.release()
+    first.release()
+    assert guard.claim(400, spare=600) is not None
+    steps = guard.steps(16)
+    assert steps.least(1000) == 0  # nothing is known yet
+    with steps.watch(32, 64):
+        memory.peak = memory.active + 640
+    assert [steps.least(end) for end in (16, 64, 128)] == [320, 320, 640]
+
+
+def test_long_prompts_wait_for_memory_for_each_others_steps(tiny: Path, make_engine: Any) -> None:
+    """Their caches fit side by side, but then there is no room to compute."""
+    engine = make_engine(None, tiny, block_tokens=64, step=64, max_memory=1 << 40)
+    alone = [run(engine, prompt_tokens(1000, seed=n)).ids for n in range(3)]
+
+    def narrow(worker: Any) -> None:
+        guard, each = worker.guard, worker.state_bytes(1004)
+        guard.settle()
+        gauges = guard._gauges
+        base, took = guard._before, each // 2
+        # What runs holds its caches; each step takes half of one more.
+        guard._gauges = replace(gauges, held=lambda: base)
+        worker.steps._last = (64, 1000, took)
+        worker.steps.watch = lambda tokens, end: nullcontext()
+        guard.ceiling = base + 2 * each + took // 2
+
+    engine.call(narrow)
+    requests = [Request(tokens=prompt_tokens(1000, seed=n), max_tokens=4) for n in range(3)]
+    assert [ids(events) for events in ask_all(engine, requests)] == alone
+    assert engine.call(lambda worker: worker.guard.stats().waits) > 0
+
+
+def test_memory_that_mlx_keeps_for_later_is_given_back() -> None:
+    import mlx.core as mx
+
+    from engine.memory import release_memory
+
+    mx.eval(mx.zeros((1 << 20,)))
+    assert mx.get_cache_memory() > 0
+    release_memory()
+    assert mx.get_cache_memory() == 0
 
 
 def test_a_request_that_does_not_fit_is_refused_and_the_next_one_answered(

@@ -80,3 +80,12 @@ def test_a_match_counts_whatever_is_then_restored(
     stats = run(engine, LONG[:640]).stats
     assert (stats.skip, stats.matched_tokens, stats.refilled_tokens) == ("refill", 640, 128)
     assert run(engine, LONG[:640], read=False).stats.matched_tokens == 0
+
+
+def test_who_restored_nothing_saved_nothing(tiny: Path, store: Store, make_engine: Any) -> None:
+    """Setting up caches is no restore: else such a namespace would have saved less than nothing."""
+    engine = make_engine(store, tiny, block_tokens=64)
+    for seed in (1, 2):
+        run(engine, prompt_tokens(300, seed=seed))
+    store.flush()
+    assert store.sql("SELECT restored_tokens, seconds_saved FROM savings").rows == [(0, 0.0)]

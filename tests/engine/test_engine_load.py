@@ -125,4 +125,5 @@ def test_a_crowd(tiny: Path, store: Store, make_engine: Any) -> None:
 
 @pytest.mark.torture
 def test_a_crowd_for_hours(tiny: Path, store: Store, make_engine: Any) -> None:
-    check_crowd(make_engine(store, tiny, block_tokens=64, step=128), store, 5000)
+    engine = make_engine(store, tiny, block_tokens=64, step=128, max_waiting=5000)
+    check_crowd(engine, store, 5000)

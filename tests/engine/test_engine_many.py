@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from engine import (
     TenantLimits,
     Token,
 )
-from kvdb.errors import QuotaExceeded
+from kvdb.errors import Busy, QuotaExceeded
 from kvdb.store import Store
 
 LENGTHS = (3, 20, 90, 300, 31, 700, 64, 1)
@@ -201,6 +202,39 @@ def test_a_paused_answer_goes_on_where_it_was(tiny: Path, make_engine: Any) -> N
     assert engine.load() == Load()
 
 
+def test_one_that_waits_to_be_held_can_be_paused(
+    tiny: Path, store: Store, make_engine: Any
+) -> None:
+    """It has left the batch that it was a row of, which goes on without it."""
+    engine = make_engine(store, tiny, block_tokens=64, max_running=2)
+    on_disk = threading.Event()
+    slow, kept = requests_of((40, 50), max_tokens=120, priority="batch")
+
+    def stall(worker: Any) -> None:
+        written = worker.storage.written
+        worker.storage.written = lambda tokens: (
+            on_disk.is_set if len(tokens) in range(51, 60) else written(tokens)
+        )
+
+    engine.call(stall)
+    streams: list[Any] = []
+    asked = (slow, replace(kept, max_tokens=5, ttl_seconds=60))
+    engine.call(lambda worker: streams.extend(engine.generate(r) for r in asked))
+    tokens = [next(e for e in streams[1] if isinstance(e, Token)) for _ in range(5)]
+    before = [next(e for e in streams[0] if isinstance(e, Token)) for _ in range(20)]
+    urgent = list(engine.generate(Request(tokens=[1, 2, 3], max_tokens=3)))
+    store.flush()
+    on_disk.set()
+    ended = [list(stream) for stream in streams]
+    assert ends(urgent)[0].reason == "length"
+    assert ends(ended[1])[0].stats.held
+    alone = make_engine(None, tiny)
+    for events, request in ((before + ended[0], slow), (tokens + ended[1], kept)):
+        answer = ids(list(alone.generate(request)))
+        assert ids(events) == answer[: len(ids(events))]
+    assert len(ids(before + ended[0])) == 120
+
+
 def test_a_tenant_has_no_more_than_its_limits(tiny: Path, make_engine: Any) -> None:
     limits = {"a": TenantLimits(requests=1), "b": TenantLimits(tokens=100)}
     engine = make_engine(None, tiny, tenants=limits)
@@ -212,6 +246,21 @@ def test_a_tenant_has_no_more_than_its_limits(tiny: Path, make_engine: Any) -> N
         assert max(running) == allowed
     with pytest.raises(QuotaExceeded, match="101 tokens"):
         next(engine.generate(Request(tokens=[1], max_tokens=100, tenant="b")))
+
+
+def test_what_would_wait_beyond_the_queue_is_refused(tiny: Path, make_engine: Any) -> None:
+    engine = make_engine(None, tiny, max_running=2, max_waiting=3)
+    requests = requests_of([20] * 8, max_tokens=4, n=2)
+    streams: list[Any] = []
+    engine.call(lambda worker: streams.extend(engine.generate(r) for r in requests))
+    outcomes: list[str] = []
+    for stream in streams:
+        try:
+            outcomes.append(f"{len(ends(list(stream)))} answers")
+        except Busy as busy:
+            outcomes.append(f"again in {busy.retry_seconds:.0f} s")
+    assert outcomes == ["2 answers"] * 5 + ["again in 1 s"] * 3
+    assert len(ask_all(engine, requests[:5])) == 5  # there is room again
 
 
 def test_salted_requests_share_nothing(tiny: Path, store: Store, make_engine: Any) -> None:
@@ -230,8 +279,11 @@ def test_a_ttl_holds_the_state(tiny: Path, store: Store, make_engine: Any) -> No
     prompt = prompt_tokens(200)
     assert run(engine, prompt, ttl_seconds=1000.0, tenant="t").stats.held
     assert run(engine, prompt, ttl_seconds=2000.0, tenant="t").stats.held
+    # Neither a shorter time nor another tenant takes from it.
+    assert run(engine, prompt, ttl_seconds=5.0, tenant="t").stats.held
+    assert run(engine, prompt, ttl_seconds=7.0, tenant="u").stats.held
     rows = store.sql("SELECT tenant, (expires_at - created_at) / 1000000 FROM sequences").rows
-    assert rows == [("t", 2000)]
+    assert [(tenant, round(seconds, -3)) for tenant, seconds in rows] == [("t", 2000), ("u", 0)]
     store.evict(to_bytes=0)
     # All but the prompt's logits: its last block grew into the answer's.
     assert run(engine, prompt).stats.restored_tokens == 199

@@ -109,6 +109,53 @@ def test_a_model_at_work_is_not_unloaded(models: list[str], make_pool: Any) -> N
         ask(pool, models[1])
 
 
+def test_a_model_stays_until_the_last_of_several_answers(models: list[str], make_pool: Any) -> None:
+    pool = make_pool()
+    request = Request(tokens=PROMPT, max_tokens=20, ignore_eos=True, n=3)
+    events = pool.generate(models[0], request)
+    for answers_left in (2, 1):
+        while not isinstance(next(events), End):
+            pass
+        assert not pool.unload(models[0]), f"{answers_left} answers are under way"
+    assert sum(isinstance(event, End) for event in events) == 1
+    assert pool.unload(models[0])
+
+
+def test_an_idle_model_goes_before_a_request_is_refused(tmp_path: Path, make_pool: Any) -> None:
+    wide = {"vocab_size": VOCABULARY * 512, "hidden_size": 128, "head_dim": 64}
+    big = str(write_model(tmp_path / "big", tokenizer=False, **wide))
+    long = str(write_model(tmp_path / "long", tokenizer=False, max_position_embeddings=1 << 20))
+    pool = make_pool(max_memory=1 << 40)
+    ask(pool, long)  # the code of all models
+    ask(pool, big)
+    with pool.engine(long) as engine:
+        each = engine.call(lambda worker: worker.state_bytes(1000)) // 1000
+    request = Request(tokens=PROMPT, max_tokens=(24 << 20) // each, ignore_eos=True)
+    pool.guard.settle()
+    pool.guard.ceiling = held_bytes() + (10 << 20)
+    pool.pin(big)
+    with pytest.raises(OutOfMemory):
+        next(pool.generate(long, request))
+    pool.pin(big, False)
+    events = pool.generate(long, request)
+    next(events)
+    assert names(pool) == [long]
+    events.close()
+    assert len(ask(pool, long)) == 6
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_met_a_defect_is_replaced(models: list[str], make_pool: Any) -> None:
+    pool = make_pool()
+    answer = ask(pool, models[0])
+    with pool.engine(models[0]) as engine:
+        engine.call(lambda worker: delattr(worker, "guard"))
+    with pytest.raises((AttributeError, EngineClosed)):
+        ask(pool, models[0])
+    assert engine.closed
+    assert ask(pool, models[0]) == answer
+
+
 def test_requests_in_a_loop_while_models_come_and_go(models: list[str], make_pool: Any) -> None:
     """omlx#2116: each request is answered as if it were alone, or refused in a sentence."""
     truth = {}

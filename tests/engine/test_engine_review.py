@@ -64,3 +64,25 @@ def test_counts_that_are_no_integers_are_refused() -> None:
         Request(text="x", max_tokens=2.5)  # type: ignore[arg-type]
     with pytest.raises(UsageError):
         Sampling(seed=1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"tenant": "\ud800"},
+        {"client": "a\udfffb"},
+        {"tenant": 5},
+        {"ttl_seconds": 1e12},
+        {"presence_penalty": float("nan")},
+        {"frequency_penalty": float("inf")},
+        {"repetition_context": 1 << 31},
+        {"logit_bias": {1: 10**400}},
+        {"logit_bias": {1: float("nan")}},
+        {"logit_bias": {1: "x"}},
+    ],
+)
+def test_values_that_nothing_can_use_are_refused_at_once(bad: dict[str, Any]) -> None:
+    sampling = {name: value for name, value in bad.items() if name in Sampling.__slots__}
+    others = {name: value for name, value in bad.items() if name not in sampling}
+    with pytest.raises(UsageError):
+        Request(tokens=[1], sampling=Sampling(**sampling), **others)

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 import kvdb
+from kvdb.answers import Answer
 from kvdb.check.rebuild import rebuild_store
 from kvdb.check.verify import VerifyReport
 from kvdb.errors import IntegrityError, NotAStore, StoreLocked, StoreMissing
 from kvdb.history import RequestRecord
+from kvdb.identity import as_tokens
 from tests.support import (
     BLOCK,
     MIXED,
@@ -111,7 +113,8 @@ def test_names_and_history_survive_the_loss_of_the_index_through_its_backup(path
         namespace = open_namespace(store)
         tip = store.match(namespace, PROMPTS[0]).tip_hash
         store.sequence(namespace, tip, name="agent")
-        store.record(RequestRecord(1, namespace.id, 70, 70, 0, 0, 4, "full"))
+        answer = Answer(bytes(32), as_tokens([1, 2, 3]))
+        store.record(RequestRecord(1, namespace.id, 70, 70, 0, 0, 4, "full"), answer=answer)
         (path / "index.backup").unlink()
     (path / "index.sqlite").unlink()
     report = rebuild_store(path)
@@ -121,6 +124,7 @@ def test_names_and_history_survive_the_loss_of_the_index_through_its_backup(path
     with kvdb.open(path) as store:
         assert store.sql("SELECT name FROM sequences").rows == [("agent",)]
         assert store.sql("SELECT count(*) FROM requests").rows == [(1,)]
+        assert store.answers([answer.key])[answer.key][0].tolist() == [1, 2, 3]
         assert store.verify().problems == []
 
 

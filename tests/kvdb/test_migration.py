@@ -89,6 +89,7 @@ def check(path: Path, before: dict[str, list[tuple[Any, ...]]]) -> None:
     after = contents(path / "index.sqlite")
     assert after.pop("version") == [(driver.latest_version(),)]
     assert dict(after.pop("settings")) == {**dict(before["settings"]), "history_hours": "2208"}
+    assert dict(after.pop("counters")) == {**dict(before["counters"]), "answer_bytes": 0}
     assert after == {table: before[table] for table in after}
     with kvdb.open(path) as store:
         assert store.sql("SELECT * FROM hourly_hits").rows == [
