@@ -28,6 +28,8 @@ from engine.http import (
     openai_completions,
     openai_models,
     openai_responses,
+    overview,
+    pages,
 )
 from engine.http.errors import error_response, problem_of
 from engine.http.openai_shapes import openai_error
@@ -48,6 +50,8 @@ ROUTERS: tuple[APIRouter, ...] = (
     jobs.router,
     asking.router,
     keys.router,
+    overview.router,
+    pages.router,
 )
 
 
@@ -55,6 +59,7 @@ ROUTERS: tuple[APIRouter, ...] = (
 async def _life(app: FastAPI) -> AsyncGenerator[None]:
     yield
     await asyncio.to_thread(app.state.jobs.close)  # the store is about to close
+    await app.state.figures.close()
 
 
 def create_app(service: Service, access: Access | None = None) -> FastAPI:
@@ -69,6 +74,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
     app.state.service = service
     app.state.metrics = metrics.Metrics(service)
     app.state.jobs = jobs.Jobs()
+    app.state.figures = overview.StoreFigures(service.store)
     app.state.sql_places = threading.Semaphore(asking.SQL_PLACES)
     for router in ROUTERS:
         app.include_router(router)

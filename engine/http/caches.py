@@ -19,7 +19,7 @@ from engine.events import End, Stats
 from engine.events import Request as EngineRequest
 from engine.http.admin import Body, service_of, store_of
 from engine.http.caller import Wishes, caller_of, read_wishes
-from engine.http.errors import Forbidden, route_class
+from engine.http.errors import Forbidden, Stopping, route_class
 from engine.http.levels import Router
 from engine.http.openai_shapes import openai_error
 from engine.http.prompts import PromptFields, prompt_of
@@ -82,6 +82,8 @@ async def _fill(service: Service, served: Served, run: EngineRequest) -> Stats:
         while True:
             for event in await answering.events():
                 if isinstance(event, End):
+                    if event.reason == "cancelled":
+                        raise Stopping("The server was shut down before all of it was computed.")
                     return event.stats
     finally:
         answering.cancel()

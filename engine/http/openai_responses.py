@@ -19,14 +19,15 @@ from starlette.responses import Response
 from engine.http.caller import caller_of, read_wishes
 from engine.http.errors import NotServed, json_bytes, route_class
 from engine.http.levels import Router
+from engine.http.openai_responses_tools import ResponseTools, tools_of
 from engine.http.openai_responses_writer import ResponseWriter
 from engine.http.openai_shapes import guide_of, openai_error, tool_choice_of
 from engine.http.respond import frames, json_response, take_all
 from engine.http.service import Service
 from engine.http.sse import EventStream
-from engine.http.turn import Ask, Turn, begin
-from engine.prompt.parts import Data, tool_of
-from engine.prompt.responses import responses_messages
+from engine.http.turn import Ask, ToolChoice, Turn, begin
+from engine.prompt.parts import Data
+from engine.prompt.responses import responses_messages, shown_name
 from kvdb.errors import KvdbError, PromptError, UsageError
 from kvdb.responses import (
     KeptResponse,
@@ -40,17 +41,6 @@ log = logging.getLogger("kvdb.http")
 router = Router("inference", prefix="/v1", tags=["OpenAI"], route_class=route_class(openai_error))
 MAX_TOP_LOGPROBS = 20
 ID = re.compile(r"resp_[0-9a-f]{32}", re.ASCII)
-# Tools that OpenAI runs itself. Agents send them with their own: these are left out, and named in
-# usage.kvdb.
-THEIR_TOOLS = (
-    "web_search",
-    "file_search",
-    "code_interpreter",
-    "image_generation",
-    "computer",
-    "mcp",
-    "tool_search",
-)
 
 
 class ResponseBody(BaseModel):
@@ -97,18 +87,18 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
     wishes = read_wishes(request.headers, body.kvdb, caller_of(request))
     _refuse_what_is_not_here(body)
     earlier = await _earlier(service, body.previous_response_id, wishes.tenant)
-    left_out = [tool for tool in body.tools or () if _is_theirs(tool)]
-    turn = await begin(service, request, body.model, _ask(body, earlier))
+    tools = tools_of(body.tools or ())
+    turn = await begin(service, request, body.model, _ask(body, earlier, tools))
     keeper = None
     if body.store is not False and wishes.store and service.store is not None:
         keeper = None if service.store.read_only else _Keeper(service, body, wishes.tenant)
     head = _head(turn, body, kept=keeper is not None)
     writer = ResponseWriter(
         head,
+        tools.called,
         lambda text: _count(service, body.model, text),
         sealed="reasoning.encrypted_content" in (body.include or ()),
     )
-    names = [str(tool.get("type"))[:60] for tool in left_out]
     if body.stream:
         seconds = service.limits.keep_alive_seconds
         try:
@@ -116,9 +106,9 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
         except BaseException:
             turn.close()
             raise
-        return EventStream(_stream(turn, writer, keeper, names, seconds))
+        return EventStream(_stream(turn, writer, keeper, tools.left_out, seconds))
     writer.end(await take_all(turn, writer.piece))
-    return json_response(await _complete(writer, keeper, names))
+    return json_response(await _complete(writer, keeper, tools.left_out))
 
 
 @router.get("/responses/{response_id}")
@@ -192,12 +182,11 @@ async def _earlier(service: Service, response_id: str | None, tenant: str) -> li
     return items
 
 
-def _ask(body: ResponseBody, earlier: Sequence[Data]) -> Ask:
+def _ask(body: ResponseBody, earlier: Sequence[Data], tools: ResponseTools) -> Ask:
     items = [*earlier, *body.items]
     messages = responses_messages({"instructions": body.instructions, "input": items})
     if not items or not messages:
         raise PromptError("The prompt is empty.")
-    tools = tuple(_tool(tool) for tool in body.tools or () if not _is_theirs(tool)) or None
     effort = None if body.reasoning is None else body.reasoning.get("effort")
     logprobs = None
     if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):
@@ -205,28 +194,25 @@ def _ask(body: ResponseBody, earlier: Sequence[Data]) -> Ask:
     return Ask(
         prompt={
             "messages": messages,
-            "tools": tools,
+            "tools": tools.functions or None,
             "template_options": {} if effort is None else {"reasoning_effort": effort},
         },
         sampling={"temperature": body.temperature, "top_p": body.top_p},
         max_tokens=body.max_output_tokens,
         logprobs=logprobs,
-        tool_choice=tool_choice_of(body.tool_choice, tools, body.parallel_tool_calls),
+        tool_choice=_tool_choice(body, tools),
         guide=guide_of("text.format", (body.text or {}).get("format")),
         kvdb=body.kvdb,
     )
 
 
-def _is_theirs(tool: Mapping[str, Any]) -> bool:
-    return str(tool.get("type")).startswith(THEIR_TOOLS)
-
-
-def _tool(tool: Mapping[str, Any]) -> Data:
-    if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-        kind = str(tool.get("type"))[:60]
-        raise UsageError(f"Tools must be functions with a name: {kind!r} is not supported here.")
-    parameters = tool.get("parameters") or {"type": "object", "properties": {}}
-    return tool_of({**tool, "parameters": parameters})
+def _tool_choice(body: ResponseBody, tools: ResponseTools) -> ToolChoice:
+    choice: object = body.tool_choice
+    if isinstance(choice, Mapping) and choice.get("type") in ("function", "custom"):
+        name = choice.get("name")
+        shown = shown_name(name, choice.get("namespace")) if isinstance(name, str) else None
+        choice = {"type": "function", "name": shown}
+    return tool_choice_of(choice, tools.functions, body.parallel_tool_calls)
 
 
 # -- what is answered ----------------------------------------------------------------------------

@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.http.errors import Problem
+from engine.http.openai_responses_tools import Called
 from engine.http.openai_shapes import chat_logprobs
 from engine.http.sse import frame
 from engine.http.turn import CallArguments, CallStart, Chosen, Ended, Piece, Reasoning, Text
 from engine.http.usage import Usage
 from engine.prompt.responses import seal
 
+SHORT = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+}
 IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
 
 
 class ResponseWriter:
     """One response: each piece is added to its output, and gives the events of a stream. ``head``
-    are the fields that do not change; ``reasoning_tokens`` counts those of a text; ``sealed``:
-    reasoning is also given as the opaque text that clients send back."""
+    are the fields that do not change, ``called`` the client's names of tools. ``reasoning_tokens``
+    counts those of a text; ``sealed``: reasoning is also given as the opaque text that clients send
+    back."""
 
     def __init__(
         self,
         head: Mapping[str, Any],
+        called: Mapping[str, Called],
         reasoning_tokens: Callable[[str], int],
         *,
         sealed: bool = False,
     ) -> None:
         self._head = dict(head)
         self._name = str(head["id"]).removeprefix("resp_")
+        self._called = called
         self._count = reasoning_tokens
         self._sealed = sealed
         self._output: list[dict[str, Any]] = []
         self._open = False  # the last item may grow
+        self._arguments = ""  # of the last item, if it is a call
         self._numbers = 0
         self._status = IN_PROGRESS
         self._usage: Usage | None = None
@@ -56,10 +68,12 @@ class ResponseWriter:
             self._part["text"] += piece.text
             return before + self._delta("response.reasoning_text", piece.text)
         if isinstance(piece, CallStart):
-            call = {"call_id": piece.id, "name": piece.name, "arguments": ""}
-            return self._close() + self._item("function_call", call)
+            return self._close() + self._start_call(piece)
         if isinstance(piece, CallArguments):
-            self._output[-1]["arguments"] += piece.text
+            self._arguments += piece.text
+            if self._output[-1]["type"] == "custom_tool_call":
+                return b""  # its text is in them as JSON
+            self._output[-1]["arguments"] = self._arguments
             return self._told_of_item("response.function_call_arguments.delta", delta=piece.text)
         if isinstance(piece, Chosen) and self._open and self._output[-1]["type"] == "message":
             self._part["logprobs"] += chat_logprobs([piece])
@@ -124,9 +138,18 @@ class ResponseWriter:
         self._output[-1]["content"].append(dict(empty))
         return before + self._told_of_part("response.content_part.added", part=empty)
 
+    def _start_call(self, start: CallStart) -> bytes:
+        called = self._called.get(start.name, Called(start.name))
+        call = {"call_id": start.id, "name": called.name}
+        if called.namespace is not None:
+            call["namespace"] = called.namespace
+        self._arguments = ""
+        if called.custom:
+            return self._item("custom_tool_call", {**call, "input": ""})
+        return self._item("function_call", {**call, "arguments": ""})
+
     def _item(self, kind: str, fields: Mapping[str, Any]) -> bytes:
-        short = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
-        id_ = f"{short}_{self._name}_{len(self._output)}"
+        id_ = f"{SHORT[kind]}_{self._name}_{len(self._output)}"
         self._output.append({"id": id_, "type": kind, "status": IN_PROGRESS, **fields})
         self._open = True
         return self._told_whole("response.output_item.added")
@@ -140,6 +163,10 @@ class ResponseWriter:
         if item["type"] == "function_call":
             done = "response.function_call_arguments.done"
             told = self._told_of_item(done, name=item["name"], arguments=item["arguments"])
+        elif item["type"] == "custom_tool_call":
+            text = item["input"] = _text_in(self._arguments)
+            told = self._told_of_item("response.custom_tool_call_input.delta", delta=text)
+            told += self._told_of_item("response.custom_tool_call_input.done", input=text)
         else:
             part = self._part
             more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
@@ -170,3 +197,13 @@ class ResponseWriter:
         event = {"type": name, "sequence_number": self._numbers, **fields}
         self._numbers += 1
         return frame(event, name)
+
+
+def _text_in(arguments: str) -> str:
+    """The text that a custom tool was called with; what is no such call is text as a whole."""
+    try:
+        given = json.loads(arguments)
+    except ValueError:  # cut short
+        return arguments
+    text = given.get("input") if isinstance(given, dict) else None
+    return text if isinstance(text, str) else arguments

@@ -44,13 +44,13 @@ def responses_messages(document: Mapping[str, Any]) -> list[Data]:
             continue
         if kind == "message":
             message: Data = {"role": role_of(part), "content": _content(part.get("content"))}
-        elif kind == "function_call":
-            call = call_of(part.get("call_id"), part.get("name"), part.get("arguments"))
+        elif kind in ("function_call", "custom_tool_call"):
+            call = _call(part, custom=kind == "custom_tool_call")
             if messages and messages[-1]["role"] == "assistant" and not thinking:
                 messages[-1].setdefault("tool_calls", []).append(call)
                 continue
             message = {"role": "assistant", "content": "", "tool_calls": [call]}
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             message = tool_result(part.get("call_id"), part.get("output"))
         else:
             raise PromptError(f"Input items of type {kind!r} cannot be turned into text.")
@@ -59,6 +59,17 @@ def responses_messages(document: Mapping[str, Any]) -> list[Data]:
         thinking = ""
         messages.append(message)
     return messages
+
+
+def shown_name(name: object, namespace: object) -> str:
+    """What a tool in a namespace is called in prompts."""
+    return f"{namespace}__{name}" if namespace else str(name)
+
+
+def _call(part: Mapping[str, Any], *, custom: bool) -> Data:
+    name = shown_name(part.get("name"), part.get("namespace"))
+    arguments = {"input": part.get("input")} if custom else part.get("arguments")
+    return call_of(part.get("call_id"), name, arguments)
 
 
 def _content(content: object) -> str:

@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from kvdb.store import Store
 
 DEFAULT_MODEL = "smollm2-135m"
+# Those of engine.http.clients, which is not imported to show help.
+CLIENTS = (
+    *("claude-code", "codex", "opencode", "copilot", "cursor"),
+    *("openai-python", "anthropic-python", "curl"),
+)
 PROBLEMS_FOUND = 3
 
 
@@ -101,8 +106,13 @@ PROBLEMS_FOUND = 3
 @block_tokens_option
 @max_memory_option
 @click.option("--no-store", is_flag=True, help="Neither use the store nor feed it.")
+@click.option(
+    "--client",
+    type=click.Choice(CLIENTS),
+    help="Print how this client is pointed at the server that would start, and start none.",
+)
 @store_option
-def serve(models: tuple[str, ...], no_store: bool) -> None:
+def serve(models: tuple[str, ...], no_store: bool, client: str | None) -> None:
     """Serve models to clients of OpenAI's API and others.
 
     Set a client's base URL to the one that is shown. What was computed for a prompt, or for the
@@ -111,12 +121,15 @@ def serve(models: tuple[str, ...], no_store: bool) -> None:
     [serve], and [models."NAME"] for one model.
     """
     values = settings()
+    names = tuple(dict.fromkeys((*models, *values.models))) or (DEFAULT_MODEL,)
+    if client is not None:
+        _print_client(client, values, names[0])
+        return
     from kvdb.identity import check_block_tokens
 
     check_block_tokens(values["block_tokens"])
     prepare_engine(values)
     _check_installed()
-    names = tuple(dict.fromkeys((*models, *values.models))) or (DEFAULT_MODEL,)
     _check_models(names)
     import uvicorn
 
@@ -168,6 +181,17 @@ def serve(models: tuple[str, ...], no_store: bool) -> None:
         say(_farewell(server.drained))
     if not durable:
         raise click.exceptions.Exit(PROBLEMS_FOUND)
+
+
+def _print_client(client: str, values: Settings, model: str) -> None:
+    """Print a client's configuration. A model's alias is what people call it. Raises UsageError."""
+    from engine.http.clients import configuration, target
+
+    aliases = values.for_model(model)["aliases"].value
+    name = next((alias for alias in aliases if "*" not in alias), model)
+    access = _access(values)
+    to = target(access.host, access.port, access.allowed_hosts, name)
+    click.echo(configuration(client, to), nl=False)
 
 
 def _check_installed() -> None:

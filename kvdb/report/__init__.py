@@ -1,8 +1,10 @@
-"""One self-contained HTML page about a store: queries → plain data → figures → page."""
+"""A store for people to look at: queries → plain data → sections → one page that stands alone, or
+the server's live one."""
 
 from __future__ import annotations
 
 from kvdb.report.history import Scope
+from kvdb.report.live import Live, read_live
 from kvdb.report.make import make_report
 
-__all__ = ["Scope", "make_report"]
+__all__ = ["Live", "Scope", "make_report", "read_live"]

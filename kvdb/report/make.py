@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvdb.errors import UsageError
-from kvdb.explain import Explanation, explain_request
-from kvdb.functions import human_bytes
 from kvdb.report import sections, words
 from kvdb.report.blocks import age_and_heat, read_blocks
 from kvdb.report.history import History, Scope, read_history
 from kvdb.report.losses import read_evictions, read_wear
-from kvdb.report.misses import costliest_misses
+from kvdb.report.misses import costliest_misses, explainer
 from kvdb.report.page import Page, render
-from kvdb.report.sections import NamespaceSize, Section, Tile
+from kvdb.report.sections import Section
 from kvdb.report.tree import Decoder, prefix_tree, read_beginnings
 
 if TYPE_CHECKING:
     from kvdb.store import Store
-
-NAMESPACES = (
-    "SELECT id, model, tenant, live_blocks, live_bytes FROM namespaces "
-    "WHERE ?1 IS NULL OR id = ?1 ORDER BY id"
-)
 
 
 def make_report(store: Store, scope: Scope, decoder: Decoder = lambda _: None) -> str:
@@ -33,29 +25,21 @@ def make_report(store: Store, scope: Scope, decoder: Decoder = lambda _: None) -
     Raises UsageError for a namespace that is not there.
     """
     with store.database.read() as connection:
-        rows = connection.execute(NAMESPACES, (scope.namespace_id,)).fetchall()
+        namespaces = sections.read_namespaces(connection, scope)
         history = read_history(connection, scope)
         evicted = read_evictions(connection, scope)
         written = read_wear(connection, scope)
         used_bytes = store.limit.used(connection)
-    if scope.namespace_id is not None and not rows:
+    if scope.namespace_id is not None and not namespaces:
         raise UsageError(
             f"There is no namespace {scope.namespace_id}; kvdb ls namespaces lists them."
         )
-    namespaces = [NamespaceSize(*row) for row in rows]
     names = {namespace.id: sections.namespace_name(namespace) for namespace in namespaces}
     blocks = read_blocks(store.database, scope.namespace_id)
 
-    def explain(request_id: int, namespace_id: int | None) -> Explanation:
-        decode = None if namespace_id is None else decoder(namespace_id)
-        explanation = explain_request(store, request_id, decode)
-        if decode is None:  # token ids tell people nothing, and programs all
-            return replace(explanation, stored_text=None, prompt_text=None)
-        return explanation
-
     made: list[Section] = []
     if history is None:
-        made.append(Section("Requests", ["The history holds no request that fits."]))
+        made.append(sections.NO_REQUESTS)
     else:
         made.append(sections.tokens_section(history))
         made.append(sections.seconds_section(history))
@@ -66,28 +50,15 @@ def make_report(store: Store, scope: Scope, decoder: Decoder = lambda _: None) -
         counts = age_and_heat(blocks, store.environment.now_us())
         made.append(sections.blocks_section(blocks, counts))
         with store.database.read() as connection:
-            beginnings = read_beginnings(connection, tree, decoder)
+            beginnings = read_beginnings(connection, tree.boxes, decoder)
         made.append(sections.tree_section(tree, names, beginnings))
     made.append(sections.evictions_section(evicted))
     made.append(sections.wear_section(written))
-    made.append(sections.misses_section(costliest_misses(store.database, scope, explain), names))
+    misses = costliest_misses(store.database, scope, explainer(store, decoder))
+    made.append(sections.misses_section(misses, names))
     held = sum(namespace.live_blocks for namespace in namespaces)
-    tiles = _tiles(history, held, used_bytes)
+    tiles = sections.head_tiles(history, held, used_bytes)
     return render(Page("What this store saves", _subtitle(store, scope, history), tiles, made))
-
-
-def _tiles(history: History | None, blocks: int, used_bytes: int) -> list[Tile]:
-    tiles = []
-    if history is not None:
-        use = history.total
-        tiles = [
-            Tile(words.percent(use.hit_ratio), "of prompt tokens came from the store"),
-            Tile(words.amount(use.restored_tokens), "tokens not computed again"),
-            Tile(words.amount(use.requests), "requests"),
-        ]
-        if history.measured:
-            tiles.insert(2, Tile(words.duration(use.seconds_saved), "saved"))
-    return [*tiles, Tile(human_bytes(used_bytes), f"on disk, {words.plural(blocks, 'block')}")]
 
 
 def _subtitle(store: Store, scope: Scope, history: History | None) -> str:

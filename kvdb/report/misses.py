@@ -7,12 +7,17 @@ that happened several times. It is explained by its latest request whose tokens 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from kvdb.driver import Database
 from kvdb.errors import KvdbError
-from kvdb.explain import Explanation
+from kvdb.explain import Explanation, explain_request
 from kvdb.report.history import Scope
+from kvdb.report.tree import Decoder
+
+if TYPE_CHECKING:
+    from kvdb.store import Store
 
 MOST = 10
 # So many of a miss's latest requests are tried.
@@ -53,6 +58,19 @@ class Miss:
     seconds: float
     request_id: int
     explanation: Explanation | None
+
+
+def explainer(store: Store, decoder: Decoder) -> Explain:
+    """Explains requests of ``store``; of prompts without a decoder it says no text."""
+
+    def explain(request_id: int, namespace_id: int | None) -> Explanation:
+        decode = None if namespace_id is None else decoder(namespace_id)
+        explanation = explain_request(store, request_id, decode)
+        if decode is None:  # token ids tell people nothing, and programs all
+            return replace(explanation, stored_text=None, prompt_text=None)
+        return explanation
+
+    return explain
 
 
 def costliest_misses(

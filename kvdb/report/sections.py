@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvdb.driver import Connection
 from kvdb.functions import human_bytes
 from kvdb.report import figures, words
 from kvdb.report.blocks import AGES, HeldBlocks, Ints
 from kvdb.report.figures import Figure
-from kvdb.report.history import DAY_US, HOUR_US, History, Use
+from kvdb.report.history import DAY_US, HOUR_US, History, Scope, Use
 from kvdb.report.losses import REASONS, Evicted
 from kvdb.report.misses import Miss
-from kvdb.report.tree import Beginning, Box, PrefixTree
+from kvdb.report.tree import Beginning, PrefixTree, Run
 
 MOST_ROWS = 12
 MOST_PREFIXES = 10
@@ -39,7 +40,8 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """``figure`` needs ``described``: what it shows, for whoever cannot see it."""
+    """``figure`` needs ``described``: what it shows, for whoever cannot see it. ``bars`` are
+    (name, value, text at the bar), where they are not in the figure."""
 
     title: str
     sentences: Sequence[str]
@@ -48,6 +50,7 @@ class Section:
     table: Table | None = None
     cards: Sequence[Card] = ()
     note: str = ""
+    bars: Sequence[tuple[str, float, str]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,35 @@ class NamespaceSize:
     tenant: str
     live_blocks: int
     live_bytes: int
+
+
+NAMESPACES = (
+    "SELECT id, model, tenant, live_blocks, live_bytes FROM namespaces "
+    "WHERE ?1 IS NULL OR id = ?1 ORDER BY id"
+)
+
+
+NO_REQUESTS = Section("Requests", ["The history holds no request that fits."])
+
+
+def read_namespaces(connection: Connection, scope: Scope) -> list[NamespaceSize]:
+    rows = connection.execute(NAMESPACES, (scope.namespace_id,))
+    return [NamespaceSize(*row) for row in rows]
+
+
+def head_tiles(history: History | None, blocks: int, used_bytes: int) -> list[Tile]:
+    """The numbers at the head of a page; ``blocks`` are held, ``used_bytes`` on the disk."""
+    tiles = []
+    if history is not None:
+        use = history.total
+        tiles = [
+            Tile(words.percent(use.hit_ratio), "of prompt tokens came from the store"),
+            Tile(words.amount(use.restored_tokens), "tokens not computed again"),
+            Tile(words.amount(use.requests), "requests"),
+        ]
+        if history.measured:
+            tiles.insert(2, Tile(words.duration(use.seconds_saved), "saved"))
+    return [*tiles, Tile(human_bytes(used_bytes), f"on disk, {words.plural(blocks, 'block')}")]
 
 
 def tokens_section(history: History) -> Section:
@@ -138,21 +170,13 @@ def _tenant_row(name: str, use: Use) -> tuple[str, float, str]:
 def capacity_section(
     namespaces: Sequence[NamespaceSize], used_bytes: int, max_bytes: int
 ) -> Section:
-    held = sorted((n for n in namespaces if n.live_bytes), key=lambda n: -n.live_bytes)
+    rows = capacity_rows(namespaces)
     sentences = [
         f"The store takes {human_bytes(used_bytes)} on the disk; its limit is "
         f"{human_bytes(max_bytes)} ({words.percent(used_bytes / max_bytes)} of it is used)."
     ]
-    if not held:
+    if not rows:
         return Section("Capacity", [*sentences, "It holds no blocks."])
-    rows = [
-        (namespace_name(n), n.live_bytes, f"{human_bytes(n.live_bytes)}, {_blocks(n.live_blocks)}")
-        for n in held[:MOST_ROWS]
-    ]
-    if rest := held[MOST_ROWS:]:
-        nbytes = sum(n.live_bytes for n in rest)
-        blocks = sum(n.live_blocks for n in rest)
-        rows.append((f"{len(rest):,} others", nbytes, f"{human_bytes(nbytes)}, {_blocks(blocks)}"))
     return Section(
         "Capacity by namespace",
         sentences,
@@ -161,6 +185,20 @@ def capacity_section(
         note="A namespace is one model with one layout of its state; bars show the state itself, "
         "without the index.",
     )
+
+
+def capacity_rows(namespaces: Sequence[NamespaceSize]) -> list[tuple[str, int, str]]:
+    """(name, bytes, both in words) of the namespaces that hold most, and of the rest together."""
+    held = sorted((n for n in namespaces if n.live_bytes), key=lambda n: -n.live_bytes)
+    rows = [
+        (namespace_name(n), n.live_bytes, f"{human_bytes(n.live_bytes)}, {_blocks(n.live_blocks)}")
+        for n in held[:MOST_ROWS]
+    ]
+    if rest := held[MOST_ROWS:]:
+        nbytes = sum(n.live_bytes for n in rest)
+        blocks = sum(n.live_blocks for n in rest)
+        rows.append((f"{len(rest):,} others", nbytes, f"{human_bytes(nbytes)}, {_blocks(blocks)}"))
+    return rows
 
 
 def namespace_name(namespace: NamespaceSize) -> str:
@@ -201,7 +239,7 @@ def tree_section(
         sentences,
         figures.icicle(tree, names, beginnings),
         "The tree of stored prefixes.",
-        _prefix_table(tree, names, beginnings),
+        prefix_table((box for box in tree.boxes if box.hits), names, beginnings),
         note=_left_out(tree),
     )
 
@@ -218,33 +256,36 @@ def _left_out(tree: PrefixTree) -> str:
     )
 
 
-def _prefix_table(
-    tree: PrefixTree, names: Mapping[int, str], beginnings: Mapping[int, Beginning]
+def prefix_table(
+    runs: Iterable[Run],
+    names: Mapping[int, str],
+    beginnings: Mapping[int, Beginning],
+    reaches: Mapping[int, str] | None = None,
 ) -> Table | None:
-    """The pieces used most: what they spare is their tokens, as often as they were used."""
+    """The runs used most: what they spare is their tokens, as often as they were used. ``reaches``
+    says in which part of a prompt they end, by their numbers, for a column of its own."""
     used = sorted(
-        (box for box in tree.boxes if box.hits and box.number in beginnings),
-        key=lambda box: -box.hits * (box.end - box.start),
-    )
-    rows = [
-        [
-            beginnings[box.number].hash[:12],
-            names.get(box.namespace_id, "(gone)"),
-            f"{box.start:,} to {box.end:,}",
-            f"{box.hits:,}×",
-            _beginning(box, beginnings),
-        ]
-        for box in used[:MOST_PREFIXES]
-    ]
-    headers = ["First block", "Model", "Tokens", "Used", "Begins with"]
-    if not any(row[-1] for row in rows):  # no tokenizer is known
-        headers, rows = headers[:-1], [row[:-1] for row in rows]
-    return Table(headers, rows, frozenset({2, 3})) if rows else None
+        (run for run in runs if run.number in beginnings),
+        key=lambda run: (-run.hits * (run.end - run.start), run.start - run.end),
+    )[:MOST_PREFIXES]
+    columns: dict[str, list[str]] = {
+        "Model": [names.get(run.namespace_id, "(gone)") for run in used],
+        "Tokens": [f"{run.start:,} to {run.end:,}" for run in used],
+        "Used": [f"{run.hits:,}×" for run in used],
+    }
+    if reaches is not None:
+        columns["Reaches into"] = [reaches.get(run.number, "") for run in used]
+    texts = [_beginning(run, beginnings) for run in used]
+    if any(texts):  # else no tokenizer is known
+        columns["Begins with"] = texts
+    columns["First block"] = [beginnings[run.number].hash[:12] for run in used]
+    rows = [list(row) for row in zip(*columns.values(), strict=True)]
+    return Table(list(columns), rows, frozenset({1, 2})) if rows else None
 
 
-def _beginning(box: Box, beginnings: Mapping[int, Beginning]) -> str:
-    text = beginnings[box.number].text or ""
-    return f"… {text}" if text and box.start else text
+def _beginning(run: Run, beginnings: Mapping[int, Beginning]) -> str:
+    text = beginnings[run.number].text or ""
+    return f"… {text}" if text and run.start else text
 
 
 def evictions_section(rows: Sequence[Evicted]) -> Section:

@@ -35,10 +35,10 @@ Decoder = Callable[[int], Decode | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
-    """One run of blocks: ``start`` … ``end`` are its token positions; ``subtree_tokens`` counts
-    it and all that stands on it; ``hits`` is how often its first block was used again. ``parent``
-    is the number of another box, -1 at the root. ``block_id`` is the run's first block."""
+class Run:
+    """Blocks without a branch: ``start`` … ``end`` are their token positions; ``hits`` is how often
+    the first one was used again. ``parent`` is the number of another run, -1 at the root.
+    ``block_id`` is the run's first block."""
 
     number: int
     parent: int
@@ -46,8 +46,14 @@ class Box:
     block_id: int
     start: int
     end: int
-    subtree_tokens: int
     hits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Box(Run):
+    """A run that is drawn; ``subtree_tokens`` counts it and all that stands on it."""
+
+    subtree_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,24 +137,24 @@ def _run(blocks: HeldBlocks, row: int, number: int, parent: int, start: int) -> 
         int(blocks.id[row]),
         start,
         end,
-        int(blocks.subtree_tokens[row]),
         int(blocks.hits[row]),
+        int(blocks.subtree_tokens[row]),
     )
     return box, last
 
 
 def read_beginnings(
-    connection: Connection, tree: PrefixTree, decoder: Decoder
+    connection: Connection, runs: Iterable[Run], decoder: Decoder
 ) -> dict[int, Beginning]:
-    """How the boxes begin, by their numbers; without those whose block went meanwhile."""
+    """How runs begin, by their numbers; without those whose block went meanwhile."""
     beginnings = {}
-    for box in tree.boxes:
-        row = connection.execute(BEGINNING, (4 * SHOWN_TOKENS, box.block_id)).fetchone()
+    for run in runs:
+        row = connection.execute(BEGINNING, (4 * SHOWN_TOKENS, run.block_id)).fetchone()
         if row is not None:
-            decode = decoder(box.namespace_id)
+            decode = decoder(run.namespace_id)
             text = None
             if decode is not None and row[1] is not None:
                 text = decode(np.frombuffer(row[1], "<u4").tolist())
                 text = " ".join(MARKUP.sub(" ", text).split())
-            beginnings[box.number] = Beginning(row[0], text)
+            beginnings[run.number] = Beginning(row[0], text)
     return beginnings

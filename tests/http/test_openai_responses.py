@@ -104,11 +104,13 @@ def rebuilt(events: list[Any]) -> list[dict[str, Any]]:
             texts += event.delta
         elif kind == "response.function_call_arguments.done":
             assert event.arguments == texts
+        elif kind == "response.custom_tool_call_input.done":
+            assert event.input == texts
         elif kind in ("response.output_text.done", "response.reasoning_text.done"):
             assert event.text == texts
         elif kind == "response.output_item.done":
             items[-1] = json.loads(event.item.model_dump_json())
-            said = items[-1].get("arguments")
+            said = items[-1].get("arguments", items[-1].get("input"))
             assert texts == (items[-1]["content"][0]["text"] if said is None else said)
     return items
 
@@ -136,6 +138,36 @@ def test_an_answer_is_told_by_its_items(
             assert json.loads(item.arguments) == arguments
     if "reasoning" in kinds:
         assert response.usage.output_tokens_details.reasoning_tokens > 0
+
+
+AGENT: list[Any] = [
+    {"type": "namespace", "name": "files", "description": "Files", "tools": [TOOLS[0]]},
+    {
+        "type": "custom",
+        "name": "patch",
+        "description": "Change files",
+        "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'},
+    },
+    {"type": "local_shell"},
+]
+
+
+def test_tools_of_other_kinds_are_called_as_functions(server: Running, script: Script) -> None:
+    script.text = CALL.replace("search", "files__search")
+    first = both(server, tools=AGENT)
+    (call,) = first.output
+    assert (call.type, call.name, call.namespace) == ("function_call", "search", "files")
+    assert first.usage.kvdb["left_out_tools"] == ["local_shell"]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "a.txt"}
+    script.text = '<tool_call>\n{"name": "patch", "arguments": {"input": "été\\n"}}\n</tool_call>'
+    second = both(server, tools=AGENT, previous_response_id=first.id, input=[result])
+    (call,) = second.output
+    assert (call.type, call.name, call.input) == ("custom_tool_call", "patch", "été\n")
+    assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens - 1
+    result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "Done."}
+    script.text = "It is done."
+    third = create(server, tools=AGENT, previous_response_id=second.id, input=[result])
+    assert third.usage.input_tokens_details.cached_tokens >= second.usage.input_tokens - 1
 
 
 def test_the_clients_own_stream_takes_it(server: Running, script: Script) -> None:
@@ -262,7 +294,9 @@ IMAGE = {"type": "input_image", "image_url": "http://127.0.0.1:1/x.png"}
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"top_logprobs": 99}, "top_logprobs"),
-        ({"tools": [{"type": "custom", "name": "patch"}]}, "custom"),
+        ({"tools": [{"type": "function"}]}, "name"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "two tools"),
+        ({"tools": [{"type": "namespace", "name": "files"}]}, "namespace"),
         ({"tool_choice": "required"}, "tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "delete"}}, "delete"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format"),
