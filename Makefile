@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test torture lint types wheel model unit clean
+.PHONY: help demo test torture lint types wheel model browser unit clean
 
 help:
 	@echo "make demo   the demo on a small real model (pulled on the first run)"
@@ -29,7 +29,12 @@ wheel: .venv/.dev
 model: .venv/.dev
 	$(BIN)/kvdb models pull smollm2-135m
 
-unit: .venv/.dev
+# The page's tests need a browser; where none can be had they are skipped, and say so.
+browser: .venv/.dev
+	@command -v chromium chromium-browser google-chrome >/dev/null || \
+		$(BIN)/playwright install --only-shell chromium || true
+
+unit: .venv/.dev browser
 	$(BIN)/pytest -q
 
 torture: .venv/.dev

@@ -2,6 +2,8 @@
 // carry the key of who looks. The key is in this tab's sessionStorage and nowhere else.
 
 const KEY = "kvdb-key";
+const RETRY_MS = 2000;
+export const SILENT = "The server does not answer; trying again.";
 
 export const byId = (id) => document.getElementById(id);
 
@@ -44,6 +46,7 @@ export async function ask(path, options = {}) {
   if (response.ok) return response;
   const said = await response.json().then((body) => body.error.message, () => null);
   if (response.status === 401) throw new NeedsKey(said);
+  if (response.status === 403) throw new NeedsKey("This key may not see that; the main key and the admin key may.");
   throw new Error(said ?? `The server answered ${response.status}.`);
 }
 
@@ -64,8 +67,9 @@ export async function open(begin) {
     try {
       await begin();
     } catch (error) {
-      if (!(error instanceof NeedsKey)) return problem(error.message);
-      return askForKey();
+      if (error instanceof NeedsKey) return askForKey(error);
+      problem(error instanceof TypeError ? SILENT : error.message);
+      return setTimeout(show, RETRY_MS);
     }
     problem(null);
     form.hidden = true;
@@ -73,13 +77,13 @@ export async function open(begin) {
     byId("forget").hidden = sessionStorage.getItem(KEY) === null;
   }
 
-  function askForKey() {
+  function askForKey(error) {
     const refused = sessionStorage.getItem(KEY) !== null;
     sessionStorage.removeItem(KEY);
     byId("page").hidden = true;
     byId("forget").hidden = true;
     form.hidden = false;
-    problem(refused ? "This key is not valid here." : null);
+    problem(refused ? error.message : null);
     input.focus();
   }
 

@@ -1,7 +1,7 @@
 // The overview: asks the server again and again, and shows what changed.
 
 import { bars, meter } from "./bars.js";
-import { NeedsKey, ask, byId, bytes, duration, foreign, make, number, open, plural, problem } from "./common.js";
+import { NeedsKey, SILENT, ask, byId, bytes, duration, foreign, make, number, open, plural, problem } from "./common.js";
 
 const BUSY_MS = 500;
 const IDLE_MS = 2000;
@@ -29,8 +29,8 @@ async function again() {
     busy = await look();
     problem(null);
   } catch (error) {
-    if (error instanceof NeedsKey) return askForKey();
-    problem(error instanceof TypeError ? "The server does not answer; trying again." : error.message);
+    if (error instanceof NeedsKey) return askForKey(error);
+    problem(error instanceof TypeError ? SILENT : error.message);
   }
   clearTimeout(timer);
   timer = setTimeout(again, busy ? BUSY_MS : IDLE_MS);
