@@ -20,9 +20,12 @@ from engine.worker import Worker  # noqa: E402
 from kvdb.__main__ import main  # noqa: E402
 from tests.http.scripts import Script  # noqa: E402
 
+# Characters of a token at most: that an answer hits is not to be due to the tokenizer.
+WIDTH = 2
+
 
 def play(folder: Path, answers: list[str], ids: Path) -> None:
-    script = Script(folder)
+    script = Script(folder, width=WIDTH)
 
     def adapt(request: Request) -> Request:
         said = sum(message["role"] == "assistant" for message in request.messages or ())

@@ -19,9 +19,9 @@ import openai
 from chat_model import tool, write_chat_model
 
 import kvdb
-from engine.prompt.tokenizer import load_tokenizer
 from tests.http.conftest import BLOCK_TOKENS, TOOL_TEMPLATE
-from tests.http.scripts import END
+from tests.http.scripted_serve import WIDTH
+from tests.http.scripts import Script
 from tests.http.test_lifecycle import Program, serve
 
 # As Qwen's templates do it: reasoning is written again until the next question, and a call that
@@ -221,7 +221,7 @@ def test_conversations_hit_from_their_second_turn_on_and_after_a_kill(tmp_path: 
     first, second = (talk.told for talk in talks)
     told = [*first[:half], *second[:half], *first[half:], *second[half:]]
     turns = [*range(1, half + 1)] * 2 + [*range(KILLED_IN, 13)] * 2
-    tokenizer = load_tokenizer(model)
+    script = Script(model, width=WIDTH)
     before: list[list[int]] = []
     for turn, prompt, row, usage in zip(turns, prompts, rows, told, strict=True):
         _, tokens, known, restored, percent, said_before = row
@@ -236,6 +236,6 @@ def test_conversations_hit_from_their_second_turn_on_and_after_a_kill(tmp_path: 
             assert known <= longest or turn == KILLED_IN
             if "tool_call" in ANSWERS[turn - 2]:  # it goes on behind all that was said
                 assert longest == said_before, (turn, longest, row)
-        answer = tokenizer.encode(ANSWERS[turn - 1] + END, special=False).ids
+        answer = script.tokens(ANSWERS[turn - 1])
         before.append([*prompt, *answer])
     assert len(before) == 24
