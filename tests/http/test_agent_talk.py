@@ -73,7 +73,8 @@ assert len(ANSWERS) == 12
 
 # As in the README.
 HITS = """
-SELECT id, prompt_tokens AS prompt, matched_tokens AS known, restored_tokens AS restored,
+SELECT row_number() OVER (ORDER BY id) AS turn, prompt_tokens AS prompt,
+       matched_tokens AS known, restored_tokens AS restored,
        round(100.0 * restored_tokens / matched_tokens, 1) AS hit_percent,
        lag(prompt_tokens + generated_tokens) OVER (ORDER BY id) AS said_before
 FROM requests WHERE client LIKE :client ORDER BY id
