@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.http.bodies import BodyLimits
-from engine.http.caller import Caller
+from engine.http.caller import Caller, tenant_salt
 from engine.http.hosts import HOST, HostCheck, is_foreign, is_loopback
 from engine.http.levels import Level, Rules
 from engine.http.refusal import refuse
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9.\[\]:_-]+", re.ASCII)
 METHODS = ("DELETE", "GET", "HEAD", "POST", "PUT")
 EXPOSED = ("x-request-id", "retry-after")
+# Whose the requests without a key are, where there are keys: they see nothing of their owners'.
+ANYBODY = "anonymous"
 NEEDS_KEY = "This server needs a key: send it as Authorization: Bearer, or as x-api-key."
 NEEDS_ADMIN = (
     "This needs the admin key; kvdb keys create admin makes one, and --no-auth asks for none on "
@@ -185,7 +187,7 @@ class KeyCheck:
         if not self._keyed:
             return Caller(inference=True, overview=True)
         if self._options.allow_unauthenticated_inference:
-            return Caller(inference=True)
+            return Caller(tenant=ANYBODY, inference=True, salt=tenant_salt(ANYBODY))
         return NEEDS_KEY
 
 
