@@ -128,6 +128,8 @@ def _measure(
             return None
         if any(row[0] is None for row in rows):
             return float("inf")
+        if not all(row[0] for row in rows):
+            return None  # imported without its tokens, on trust
         tokens = as_tokens(np.frombuffer(b"".join(bytes(row[0]) for row in rows), dtype="<u4"))
         match = store.match(namespace, tokens, share_tail=False)
         if not match.blocks or not match.blocks[-1].live:

@@ -11,20 +11,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvdb import holding, index, quotas, retention, thinning
+from kvdb import holding, index, thinning
 from kvdb.answers import trim_answers
 from kvdb.clock import Environment
 from kvdb.codecs import Codec
-from kvdb.compaction import Compactor
 from kvdb.driver import Connection, Database, sqlite3
-from kvdb.errors import KvdbError
 from kvdb.history import trim_history
-from kvdb.identity import ROOT_PARENT, Checksum, encode_extra, extra_by_block
+from kvdb.identity import ROOT_PARENT, Checksum, extra_by_block
 from kvdb.limit import Limit
 from kvdb.ramtier import PartKey, RamTier, admit
 from kvdb.reader import ShardReader
 from kvdb.reservation import Reservation, Reservations
 from kvdb.retention import Retention
+from kvdb.room import Room
 from kvdb.shards import (
     Bytes,
     NamespaceRecord,
@@ -34,12 +33,10 @@ from kvdb.shards import (
     split_runs,
 )
 from kvdb.spread import Spreader
+from kvdb.visible import Incoming, Visible, missing_parts
 from kvdb.writer import Payload, PutJob, Task, Ticket
 
 log = logging.getLogger("kvdb.writer")
-
-# Compact before evicting once this share of the limit is dead bytes in living shards.
-WASTE_SHARE = 16
 
 
 class _Missing(NamedTuple):
@@ -99,7 +96,7 @@ class Committer:
         environment: Environment,
         codec: Codec,
         reservations: Reservations,
-        compactor: Compactor,
+        room: Room,
         reader: ShardReader,
         spreader: Spreader,
         ram: RamTier[Bytes],
@@ -110,7 +107,7 @@ class Committer:
         self._environment = environment
         self._codec = codec
         self._reservations = reservations
-        self._compactor = compactor
+        self._room = room
         self._reader = reader
         self._spreader = spreader
         self._ram = ram
@@ -134,7 +131,7 @@ class Committer:
                     connection.execute(
                         index.PUBLISH_SHARD, (shard.nbytes, shard.part_bytes, place.id)
                     )
-                visible = _Visible(connection, self._environment.now_us(), published)
+                visible = _Jobs(connection, self._environment.now_us(), published)
                 visible.insert(jobs)
                 for counter, by in visible.dropped(jobs, self._limit.block_bytes).items():
                     index.bump(connection, counter, by)
@@ -203,7 +200,7 @@ class Committer:
                         if row is None or not row.held:
                             job.ticket.drop("parent_missing")
                             break
-                    names = _missing_parts(connection, job, payload, hash_)
+                    names = missing_parts(connection, _incoming(job, payload), payload.parts)
                     names = [name for name in names if (hash_, name) not in seen]
                     if payload.nbytes > self._limit.block_bytes:
                         job.ticket.drop("too_large")
@@ -260,52 +257,16 @@ class Committer:
 
     def _reserve(self, shard: _Shard, jobs: Sequence[PutJob]) -> list[_Placed]:
         """Reserve room for a shard, making it first. What finds none is dropped."""
-        found = self._find_room(shard, jobs)
+        found = self._room.find(
+            shard.namespace_id,
+            shard.nbytes,
+            shard.part_bytes,
+            lambda connection: _ancestors(connection, jobs),
+        )
         if isinstance(found, Reservation):
             return [_Placed(found, shard)]
         shard.drop(found)
         return []
-
-    def _find_room(self, shard: _Shard, jobs: Sequence[PutJob]) -> Reservation | str:
-        """The reservation, or why there is none."""
-        if not self._limit.disk_allows(shard.nbytes):
-            return "disk_full"
-        with self._database.read() as connection:
-            over = quotas.excess(connection, shard.namespace_id, shard.part_bytes)
-            protect = _ancestors(connection, jobs)
-        if over is not None:
-            nbytes, namespaces = over
-            report = self._retention.free(
-                nbytes, reason="quota", protect=protect, namespaces=namespaces, live=True
-            )
-            if report.nbytes < nbytes:
-                return "quota"
-        while True:
-            with self._database.write() as connection:
-                excess = self._reservations.excess(connection, shard.nbytes)
-                if excess <= 0:
-                    return self._reservations.reserve(connection, shard.namespace_id, shard.nbytes)
-                protect = _ancestors(connection, jobs)
-            if self._give_back_waste(excess):
-                continue
-            # Room goes in bigger bites than one shard, so that not every put has to evict.
-            bite = max(excess, min(self._limit.shard_bytes, self._limit.max_bytes // 64))
-            freed = self._retention.free(bite, protect=protect, compact=self._compact_waste)
-            if freed.freed_bytes < excess:
-                return "limit"
-
-    def _give_back_waste(self, excess: int) -> bool:
-        """Dead bytes between live ones go before any block does; True when some did."""
-        if self._compactor.waste() <= max(excess, self._limit.max_bytes // WASTE_SHARE):
-            return False
-        return self._compact_waste() > 0
-
-    def _compact_waste(self) -> int:
-        try:
-            return self._compactor.run(small=False).freed_bytes
-        except (KvdbError, OSError) as error:
-            log.warning("compaction failed: %s", error)
-            return 0
 
     def _publish(self, placed: Sequence[_Placed]) -> list[_Placed]:
         """Write the files, several at a time: one is written while another is synced."""
@@ -338,22 +299,17 @@ def _run_task(connection: Connection, task: Task) -> None:
     connection.execute("RELEASE task")
 
 
-def _missing_parts(
-    connection: Connection, job: PutJob, payload: Payload, hash_: bytes
-) -> list[str]:
-    """Names of the payload's parts that the store lacks, or must replace by exact ones."""
-    row = index.find_block(connection, hash_)
-    if row is None or _replaces(job, row):
-        return list(payload.parts)
-    if row.state == "live" and row.exact and not job.exact:
-        return []  # inexact logits under an exact row would be sampled from in exact mode
-    have = {part for part, *_ in connection.execute(index.BLOCK_PARTS, (row.id,))}
-    return [name for name in payload.parts if name not in have]
-
-
-def _replaces(job: PutJob, row: index.BlockRow) -> bool:
-    """An exact block replaces its inexact twin, or one of another build."""
-    return job.exact and row.state == "live" and not (row.exact and row.build_id == job.build_id)
+def _incoming(job: PutJob, payload: Payload) -> Incoming:
+    return Incoming(
+        job.namespace.id,
+        job.namespace.layout,
+        job.hashes[payload.index],
+        job.hashes[payload.index - 1] if payload.index else ROOT_PARENT,
+        payload.index,
+        job.origin,
+        job.exact,
+        job.build_id,
+    )
 
 
 def _ancestors(connection: Connection, jobs: Sequence[PutJob]) -> set[int]:
@@ -371,20 +327,25 @@ def _ancestors(connection: Connection, jobs: Sequence[PutJob]) -> set[int]:
     return ids
 
 
-class _Visible:
-    """Inserts blocks and parts of published shards, parents first, in one transaction."""
+class _Jobs:
+    """Makes the blocks of some jobs visible, in one transaction."""
 
     def __init__(self, connection: Connection, now: int, placed: Sequence[_Placed]) -> None:
         self._connection = connection
         self._now = now
-        self._tick = index.next_tick(connection)
+        self._visible = Visible(connection, now)
+        self._thinned: list[int] = []
         self.counted: list[tuple[Ticket, bool]] = []
-        self.emptied: list[int] = []
         self._placed: dict[tuple[int, int], tuple[int, ShardBlock]] = {
             (id(member.job), member.payload.index): (place.id, member.block)
             for place, shard in placed
             for member in shard.staged
         }
+
+    @property
+    def emptied(self) -> list[int]:
+        """Shards that lost parts."""
+        return [*self._visible.emptied, *self._thinned]
 
     def insert(self, jobs: Sequence[PutJob]) -> None:
         for job in jobs:
@@ -395,7 +356,7 @@ class _Visible:
                 holding.move_sequence(self._connection, job.advance_id, tip)
             layout, size = job.namespace.layout, job.namespace.block_tokens
             if thinning.due(layout, size, len(job.tokens)):
-                self.emptied += thinning.thin(self._connection, layout, size, tip, self._now)
+                self._thinned += thinning.thin(self._connection, layout, size, tip, self._now)
 
     def dropped(self, jobs: Sequence[PutJob], block_bytes: int) -> dict[str, int]:
         """How many blocks were not stored, by counter."""
@@ -408,86 +369,11 @@ class _Visible:
     def _insert_job(self, job: PutJob) -> int | None:
         tip: int | None = None
         for payload in job.payloads:
-            found = self._insert_payload(job, payload)
+            placed = self._placed.get((id(job), payload.index), (None, None))
+            found = self._visible.insert(_incoming(job, payload), *placed)
             if found is None:
                 job.ticket.drop("parent_missing")
                 break
             tip, stored = found
             self.counted.append((job.ticket, stored))
         return tip
-
-    def _insert_payload(self, job: PutJob, payload: Payload) -> tuple[int, bool] | None:
-        """(block id, whether anything was stored), or None when the block cannot stand."""
-        connection, hash_ = self._connection, job.hashes[payload.index]
-        shard_id, block = self._placed.get((id(job), payload.index), (None, None))
-        parent_id: int | None = None
-        if payload.index:
-            parent = index.find_block(connection, job.hashes[payload.index - 1])
-            if parent is None or not parent.held:
-                return None
-            parent_id = parent.id
-        row = index.find_block(connection, hash_)
-        names = {part.part for part in block.parts} if block is not None else set()
-        whole = names.issuperset(job.namespace.layout.required)
-        if row is not None and row.state == "live":
-            if (row.exact and not job.exact) or (_replaces(job, row) and not whole):
-                return row.id, False  # inexact parts, or some of another build, must not mix in
-            if block is not None and _replaces(job, row):
-                self.emptied += [s for (s,) in connection.execute(index.BLOCK_SHARDS, (row.id,))]
-                connection.execute(index.DELETE_PARTS, (row.id,))
-                connection.execute(
-                    "UPDATE blocks SET exact = 1, build_id = ? WHERE id = ?",
-                    (job.build_id, row.id),
-                )
-            return row.id, self._insert_parts(row.id, shard_id, block)
-        if block is None or not whole:
-            return None
-        tokens = block.tokens.tobytes()
-        extra = encode_extra(block.extra)
-        if row is None:
-            block_id = index.insert_block(
-                connection,
-                hash_=hash_,
-                parent_id=parent_id,
-                namespace_id=job.namespace.id,
-                depth=payload.index,
-                token_count=len(block.tokens),
-                origin=job.origin,
-                exact=job.exact,
-                build_id=job.build_id,
-                now=self._now,
-                tick=self._tick,
-                tokens=tokens,
-                extra=extra,
-            )
-        else:
-            block_id = row.id
-            retention.readmit(connection, row, self._tick)
-            index.revive_block(connection, row, tokens, extra)
-            connection.execute(
-                "UPDATE blocks SET origin = ?, exact = ?, build_id = ?, created_at = ? "
-                "WHERE id = ?",
-                (job.origin, int(job.exact), job.build_id, self._now, block_id),
-            )
-        index.supersede_tails(
-            connection,
-            parent_id=parent_id,
-            namespace_id=job.namespace.id,
-            token_count=len(block.tokens),
-            tokens=tokens,
-        )
-        self._insert_parts(block_id, shard_id, block)
-        return block_id, True
-
-    def _insert_parts(self, block_id: int, shard_id: int | None, block: ShardBlock | None) -> bool:
-        if block is None or shard_id is None:
-            return False
-        connection = self._connection
-        have = {part for part, *_ in connection.execute(index.BLOCK_PARTS, (block_id,))}
-        rows = [
-            (block_id, p.part, shard_id, p.offset, p.nbytes, p.raw_nbytes, p.codec, p.checksum)
-            for p in block.parts
-            if p.part not in have
-        ]
-        index.insert_parts(connection, rows)
-        return bool(rows)

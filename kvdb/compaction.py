@@ -39,7 +39,8 @@ WASTE = (
 )
 LIVE_PARTS = """
 SELECT b.id, b.hash, coalesce(f.hash, zeroblob(32)), b.depth, t.tokens, t.extra, b.origin, b.exact,
-    u.digest, p.part, p.shard_id, s.uuid, p.offset, p.nbytes, p.raw_nbytes, p.codec, p.checksum
+    u.digest, b.token_count, p.part, p.shard_id, s.uuid, p.offset, p.nbytes, p.raw_nbytes, p.codec,
+    p.checksum
 FROM parts AS p JOIN shards AS s ON s.id = p.shard_id
 JOIN blocks AS b ON b.id = p.block_id
 JOIN block_tokens AS t ON t.block_id = b.id
@@ -72,7 +73,7 @@ class _Moved:
     origins: list[tuple[int, int]] = field(default_factory=list)
 
     def block(self) -> ShardBlock:
-        hash_, parent, depth, tokens, extra, origin, exact, build = self.row
+        hash_, parent, depth, tokens, extra, origin, exact, build, count = self.row
         return ShardBlock(
             hash_,
             parent,
@@ -83,6 +84,7 @@ class _Moved:
             bool(exact),
             build,
             tuple(self.parts),
+            0 if tokens else count,
         )
 
 
@@ -208,14 +210,14 @@ class Compactor:
         """The parts' stored bytes, verified, by block; what is damaged is dropped and said."""
         moved: dict[int, _Moved] = {}
         for row in rows:
-            block_id, hash_, part, shard_id = row[0], row[1], row[9], row[10]
-            place = Location(block_id, hash_, part, *row[11:])
+            block_id, hash_, part, shard_id = row[0], row[1], row[10], row[11]
+            place = Location(block_id, hash_, part, *row[12:])
             try:
                 stored = self._reader.read_stored(place)
             except Damaged as damage:
                 self._report_damage(place, damage)
                 continue
-            item = moved.setdefault(block_id, _Moved(row[1:9]))
+            item = moved.setdefault(block_id, _Moved(row[1:10]))
             item.parts.append(
                 ShardPart(
                     part, place.codec, place.nbytes, place.raw_nbytes, place.checksum, stored=stored

@@ -22,6 +22,8 @@ from kvdb.machine import memory_bytes
 PREFIX = "KVDB_"
 FILE_NAME = "kvdb.toml"
 FILE_VARIABLE = "KVDB_CONFIG"
+# A secret, and so no setting: it is never shown, and has no place in a file.
+PASSPHRASE_VARIABLE = "KVDB_PASSPHRASE"  # noqa: S105 - its name
 T = TypeVar("T")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 DEFAULT = "default"
@@ -333,7 +335,7 @@ def load(
         for key, raw in _flat(document).items():
             values[key] = _value(SETTINGS.get(key), raw, str(file), f"{key} in {file}")
     for name, raw in sorted(environment.items()):
-        if name.startswith(PREFIX) and name != FILE_VARIABLE:
+        if name.startswith(PREFIX) and name not in (FILE_VARIABLE, PASSPHRASE_VARIABLE):
             setting = _VARIABLES.get(name)
             value = _value(setting, raw, name, name)
             values[value.setting.key] = value

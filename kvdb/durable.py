@@ -10,7 +10,7 @@ import errno
 import fcntl
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 # At most this many buffers go into one writev (IOV_MAX is 1,024 on Linux and macOS).
@@ -81,25 +81,43 @@ def publish(fs: FileSystem, temp: Path, target: Path, chunks: Iterable[memoryvie
     or nothing is. On an error both are removed and the error goes on (OSError); ``target`` must be
     a name that was never used before.
     """
+    nbytes = stage(fs, temp, chunks)
+    give_name(fs, temp, target)
+    return nbytes
+
+
+def stage(fs: FileSystem, temp: Path, chunks: Iterable[memoryview]) -> int:
+    """The first half of :func:`publish`: a durable file at ``temp``, removed on an error."""
     fd = fs.create(temp)
-    try:
+    with _removed_on_error(fs, temp):
         try:
             nbytes = write_all(fs, fd, chunks)
             fs.sync(fd)
         finally:
             fs.close(fd)
         fs.read_only(temp)
+    return nbytes
+
+
+def give_name(fs: FileSystem, temp: Path, target: Path) -> None:
+    """The second half of :func:`publish`."""
+    with _removed_on_error(fs, temp, target):
         fs.make_directory(target.parent)
         # fsync before rename: else an empty file can stand at the final name after a power cut.
         fs.rename(temp, target)
         fs.sync_directory(target.parent)
+
+
+@contextlib.contextmanager
+def _removed_on_error(fs: FileSystem, *paths: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError:
         # The reason for the failure matters, not that of a failed clean-up of the same disk.
-        for path in (temp, target):
+        for path in paths:
             with contextlib.suppress(OSError):
                 fs.unlink(path)
         raise
-    return nbytes
 
 
 def write_all(fs: FileSystem, fd: int, chunks: Iterable[memoryview]) -> int:

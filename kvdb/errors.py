@@ -42,6 +42,10 @@ class IntegrityError(KvdbError):
     exit_code = 13
 
 
+class SnapshotRejected(IntegrityError):
+    """A snapshot is damaged, hostile, encrypted for others, or made by a newer program."""
+
+
 class StoreUnavailable(IntegrityError):
     """The store cannot be used now (unwritable folder, no space to open, unreadable index)."""
 

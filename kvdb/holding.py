@@ -66,7 +66,9 @@ def move_sequence(connection: Connection, sequence_id: int, tip_id: int) -> None
 def _contains(connection: Connection, tip_id: int, depth: int, tail_id: int) -> bool:
     """True when the block at ``depth`` of a chain begins with a tail's tokens."""
     row = connection.execute(GROWN_TOKENS, (tip_id, depth, tail_id)).fetchone()
-    return row is not None and None not in row and bytes(row[0]).startswith(bytes(row[1]))
+    if row is None or None in row or not row[1]:
+        return False
+    return bytes(row[0]).startswith(bytes(row[1]))
 
 
 def add_sequence(

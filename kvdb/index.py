@@ -380,7 +380,7 @@ def supersede_tails(
     )
     rows = connection.execute(statement, (key, token_count)).fetchall()
     for block_id, own in rows:
-        if tokens.startswith(own):
+        if own and tokens.startswith(own):  # none: they were withheld
             connection.execute(SUPERSEDE, (block_id,))
 
 
@@ -421,6 +421,17 @@ def ensure_namespace(
             ),
         ).fetchone()[0]
     )
+
+
+def find_or_add_namespace(
+    connection: Connection, record: NamespaceRecord, now: int
+) -> tuple[int, bool]:
+    """The id of a namespace, and whether it was inserted: nobody's, until an engine opens it. One
+    that is there keeps its name and tenant."""
+    row = connection.execute(FIND_NAMESPACE, (record.fingerprint,)).fetchone()
+    if row is not None:
+        return int(row[0]), False
+    return ensure_namespace(connection, record, now), True
 
 
 def namespace_record(connection: Connection, namespace_id: int) -> NamespaceRecord:

@@ -8,6 +8,7 @@ with the token axis cut to the block's token count.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -208,6 +209,11 @@ class Layout:
     @cached_property
     def by_name(self) -> dict[str, PartSpec]:
         return {part.name: part for part in self.parts}
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 (hex) of :meth:`to_json`."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     @cached_property
     def required(self) -> tuple[str, ...]:

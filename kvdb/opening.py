@@ -36,6 +36,7 @@ from kvdb.ramtier import RamTier
 from kvdb.reader import Bytes, ShardReader
 from kvdb.reservation import Reservations
 from kvdb.retention import Retention
+from kvdb.room import Room
 from kvdb.spread import MAX_WORKERS, Spreader
 from kvdb.store import Store
 from kvdb.writer import Writer
@@ -183,6 +184,7 @@ def _open_writable(
     damage = DamageDesk(database, environment, retention)
     reservations = Reservations(database, limit, fs, environment, process_id)
     compactor = Compactor(database, limit, reader, reservations, retention, damage.report)
+    room = Room(database, limit, retention, reservations, compactor)
     spreader = Spreader(options.read_workers)
     ram: RamTier[Bytes] = RamTier(options.ram)
     committer = Committer(
@@ -192,7 +194,7 @@ def _open_writable(
         environment,
         codec,
         reservations,
-        compactor,
+        room,
         reader,
         spreader,
         ram,
@@ -212,6 +214,7 @@ def _open_writable(
         environment,
         retention=retention,
         compactor=compactor,
+        room=room,
         damage=damage,
         spreader=spreader,
         ram=ram,

@@ -11,7 +11,7 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -64,6 +64,10 @@ class Damaged(Exception):
         gone = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
         detail = f"shard cannot be read: {error.strerror}"
         return cls(detail, "missing" if gone else "unreadable")
+
+
+def empty_bytes(nbytes: int) -> Bytes:
+    return np.empty(nbytes, dtype=np.uint8)
 
 
 class _OpenShard:
@@ -217,13 +221,16 @@ class ShardReader:
                 raise Damaged("part reaches beyond its shard")
         self._read_runs(location, [into.data])
 
-    def read_stored(self, location: Location) -> Bytes:
-        """A part's bytes as they are stored, still encoded. Raises Damaged."""
+    def read_stored(
+        self, location: Location, allocate: Callable[[int], Bytes] = empty_bytes
+    ) -> Bytes:
+        """A part's bytes as they are stored, still encoded, in memory that ``allocate`` gives for
+        their number. Raises Damaged."""
         with self._descriptor(location.shard) as shard:
             # The index may lie: never allocate more than the file could fill.
             if location.offset + location.nbytes > shard.size:
                 raise Damaged("part reaches beyond its shard")
-            stored = np.empty(location.nbytes, dtype=np.uint8)
+            stored = allocate(location.nbytes)
         self._read_runs(location, [stored.data])
         return stored
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvdb import index
 from kvdb.clock import Environment
 from kvdb.driver import Connection, Database
-from kvdb.durable import FileSystem, publish
+from kvdb.durable import FileSystem, give_name, publish, stage
 from kvdb.errors import KvdbError
 from kvdb.limit import Limit, on_disk
 from kvdb.shards import shard_path, temp_path
@@ -66,6 +66,15 @@ class Reservations:
         """Write the file, durably. Raises OSError; the caller then abandons the reservation."""
         root = self._limit.root
         publish(self._fs, temp_path(root, place.uuid), shard_path(root, place.uuid), buffers)
+
+    def stage(self, place: Reservation, buffers: Sequence[memoryview]) -> None:
+        """Write the file, durably, under its temporary name; :meth:`settle` ends this."""
+        stage(self._fs, temp_path(self._limit.root, place.uuid), buffers)
+
+    def settle(self, place: Reservation) -> None:
+        """Give a staged file its name. Raises OSError."""
+        root = self._limit.root
+        give_name(self._fs, temp_path(root, place.uuid), shard_path(root, place.uuid))
 
     def abandon(self, places: Iterable[Reservation]) -> None:
         """Remove file and row. What cannot be removed now is tried again with :meth:`retry`, and

@@ -32,7 +32,8 @@ WITH RECURSIVE chain (id, parent_id, depth) AS (
     UNION ALL
     SELECT b.id, b.parent_id, b.depth FROM chain JOIN blocks AS b ON b.id = chain.parent_id
 )
-SELECT t.tokens FROM chain LEFT JOIN block_tokens AS t ON t.block_id = chain.id ORDER BY depth
+SELECT t.tokens, b.token_count FROM chain JOIN blocks AS b ON b.id = chain.id
+LEFT JOIN block_tokens AS t ON t.block_id = chain.id ORDER BY chain.depth
 """
 FIND_SEQUENCE = (
     "SELECT s.id, n.id, n.fingerprint, n.model, n.layout, n.block_tokens FROM sequences AS s "
@@ -102,6 +103,8 @@ class Sequence:
             rows = connection.execute(SEQUENCE_TOKENS, row).fetchall()
         if any(row[0] is None for row in rows):
             raise IntegrityError("A held block has lost its tokens; run kvdb verify --repair.")
+        if any(count and not tokens for tokens, count in rows):
+            raise IntegrityError("The sequence was imported without its tokens.")
         return as_tokens(np.frombuffer(b"".join(row[0] for row in rows), dtype="<u4"))
 
     def advance(self, tip_hash: bytes) -> None:

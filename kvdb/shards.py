@@ -12,7 +12,7 @@ import os
 import stat
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,8 @@ class ShardPart:
 @dataclass(frozen=True, slots=True)
 class ShardBlock:
     """One block in a shard. ``parent`` is 32 zero bytes at the root; ``build`` is the digest of
-    the build that computed it."""
+    the build that computed it. Of a block imported without its tokens, ``withheld`` says how many
+    they are: its hash is believed."""
 
     hash: bytes
     parent: bytes
@@ -119,10 +120,15 @@ class ShardBlock:
     exact: bool
     build: str | None
     parts: tuple[ShardPart, ...]
+    withheld: int = 0
 
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts) + self.tokens.nbytes
+
+    @property
+    def token_count(self) -> int:
+        return self.withheld or len(self.tokens)
 
 
 def shard_path(root: Path, uuid: str) -> Path:
@@ -162,7 +168,7 @@ def encode_shard(
     header: dict[str, Any] = {}
     records: list[dict[str, Any]] = []
     parts: list[list[Any]] = []
-    counts = [len(block.tokens) for block in blocks]
+    counts = [block.token_count for block in blocks]
     tokens = np.concatenate([block.tokens for block in blocks]).astype("<u4", copy=False)
     position = tokens.nbytes
     header["tokens"] = {"dtype": "U32", "shape": [len(tokens)], "data_offsets": [0, position]}
@@ -215,10 +221,11 @@ def description_checksum(document: dict[str, Any], header: dict[str, Any]) -> st
 
 def _block_document(block: ShardBlock) -> dict[str, Any]:
     return {
+        **({"withheld": 1} if block.withheld else {}),
         "hash": block.hash.hex(),
         "parent": block.parent.hex(),
         "depth": block.depth,
-        "tokens": len(block.tokens),
+        "tokens": block.token_count,
         "extra": [key.hex() for key in block.extra],
         "origin": block.origin,
         "exact": int(block.exact),
@@ -237,17 +244,7 @@ def _with_offsets(block: ShardBlock, offsets: Sequence[int]) -> ShardBlock:
         ShardPart(p.part, p.codec, p.nbytes, p.raw_nbytes, p.checksum, offset, p.stored)
         for p, offset in zip(block.parts, offsets, strict=True)
     )
-    return ShardBlock(
-        block.hash,
-        block.parent,
-        block.depth,
-        block.tokens,
-        block.extra,
-        block.origin,
-        block.exact,
-        block.build,
-        parts,
-    )
+    return replace(block, parts=parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,13 +361,16 @@ def _blocks(
     position = 0
     for index, record in enumerate(document["blocks"]):
         count = record["tokens"]
-        own = tokens[position : position + count]
-        position += count
+        withheld = count if record.get("withheld") else 0
+        own = tokens[position : position + count - withheld]
+        position += count - withheld
         extra = tuple(bytes.fromhex(key) for key in record["extra"])
         parent = bytes.fromhex(record["parent"])
         hash_ = block_hash(namespace.fingerprint, parent, own, extra)
-        fits = len(own) == count and 0 < count <= namespace.block_tokens
-        if not fits or hash_.hex() != record["hash"]:
+        if withheld and record["origin"] == "import":
+            hash_ = bytes.fromhex(record["hash"])
+        fits = len(own) + withheld == count and 0 < count <= namespace.block_tokens
+        if not fits or hash_.hex() != record["hash"] or len(hash_) != len(ROOT_PARENT):
             raise IntegrityError("A block's hash does not follow from its tokens.")
         if (
             record["origin"] not in ORIGINS
@@ -389,4 +389,5 @@ def _blocks(
             bool(record["exact"]),
             record["build"],
             tuple(parts.get(index, ())),
+            withheld,
         )

@@ -50,9 +50,11 @@ from kvdb.ramtier import RamTier
 from kvdb.reader import Bytes, Damaged, Location, PartBuffers, ShardReader
 from kvdb.restore import ReadResult, Want, preload_match, read_cached, read_match, read_wants
 from kvdb.retention import Retention
+from kvdb.room import Room
 from kvdb.segments import Segment
 from kvdb.sequences import Lease, Sequence, create_sequence, find_sequence
 from kvdb.shards import ORIGINS, NamespaceRecord
+from kvdb.snapshot.verbs import Snapshots
 from kvdb.spread import R, Spreader, T
 from kvdb.upkeep import Upkeep
 from kvdb.writer import Payload, PutJob, Ticket, Writer, check_payloads, fitting
@@ -62,7 +64,7 @@ log = logging.getLogger("kvdb.store")
 TokenIds = Items[int] | npt.NDArray[np.integer]
 
 
-class Store(Namespaces, Upkeep):
+class Store(Namespaces, Upkeep, Snapshots):
     """An open store. Make one with :func:`kvdb.open`; safe to use from several threads.
 
     Everything it returns is a value; what is stored changes only through it. A store opened for
@@ -86,6 +88,7 @@ class Store(Namespaces, Upkeep):
         read_ahead: int,
         retention: Retention | None = None,
         compactor: Compactor | None = None,
+        room: Room | None = None,
         writer: Writer | None = None,
         process_id: int | None = None,
         process_lock: FileLock | None = None,
@@ -103,6 +106,7 @@ class Store(Namespaces, Upkeep):
         self.read_ahead = read_ahead
         self._retention = retention
         self._compactor = compactor
+        self._room = room
         self._damage = damage
         self._writer = writer
         self._process_id = process_id

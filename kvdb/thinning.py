@@ -149,7 +149,7 @@ def _beside(
     past: list[_Stored] = []
     for id_, depth, count, own, parts in tails:
         start = depth * block_tokens
-        if tokens.get(by_depth.get(depth), b"").startswith(own):
+        if own and tokens.get(by_depth.get(depth), b"").startswith(own):
             past.append(_Stored(id_, start, start + count, set(json.loads(parts))))
         else:
             forks.add(start)

@@ -15,6 +15,7 @@ from kvdb.limit import Limit
 from kvdb.match import Namespace
 from kvdb.quotas import NAMESPACE_QUOTA, TENANT_QUOTA, set_quota
 from kvdb.retention import EvictionReport, Retention
+from kvdb.room import Room
 from kvdb.sandbox import SqlResult, run_sql
 
 
@@ -28,6 +29,7 @@ class Upkeep:
     limit: Limit
     _retention: Retention | None
     _compactor: Compactor | None
+    _room: Room | None
 
     def require_writable(self) -> None:
         """Raise StoreClosed or StoreReadOnly where this store object cannot write."""
@@ -38,6 +40,12 @@ class Upkeep:
         if self._retention is None:
             raise StoreReadOnly(f"The store at {self.path} is open for reading only.")
         return self._retention
+
+    def require_room(self) -> Room:
+        self.require_writable()
+        if self._room is None:
+            raise StoreReadOnly(f"The store at {self.path} is open for reading only.")
+        return self._room
 
     def sql(
         self,

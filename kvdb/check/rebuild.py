@@ -251,7 +251,7 @@ def _add_block(
         parent_id=ids.get(block.parent),
         namespace_id=namespace_id,
         depth=depth,
-        token_count=len(block.tokens),
+        token_count=block.token_count,
         origin=block.origin,
         exact=block.exact,
         build_id=None if block.build is None else builds[namespace_id, block.build],

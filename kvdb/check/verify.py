@@ -99,7 +99,7 @@ SET_COUNTER = (
 )
 HELD = """
 SELECT b.id, b.hash, coalesce(p.hash, zeroblob(32)), n.fingerprint, n.layout, b.state,
-    b.token_count, t.tokens, t.extra
+    b.token_count, t.tokens, t.extra, b.origin
 FROM blocks AS b JOIN namespaces AS n ON n.id = b.namespace_id
 LEFT JOIN blocks AS p ON p.id = b.parent_id
 LEFT JOIN block_tokens AS t ON t.block_id = b.id
@@ -211,12 +211,13 @@ class _Verification:
             self._found("unreachable", f"block {block_id}", "its parent is not held", self._repair)
 
     def _block_fault(self, connection: Connection, row: tuple[Any, ...]) -> str | None:
-        _, hash_, parent, fingerprint, layout, state, count, tokens, extra = row
+        _, hash_, parent, fingerprint, layout, state, count, tokens, extra, origin = row
         if tokens is None:
             return "tokens are gone"
         ids = index.tokens_from_blob(tokens)
         derived = block_hash(fingerprint, parent, ids, decode_extra(extra))
-        if len(ids) != count or derived != hash_:
+        withheld = origin == "import" and not tokens
+        if not withheld and (len(ids) != count or derived != hash_):
             return "hash does not follow from its tokens"
         if state == "live":
             have = {part for part, *_ in connection.execute(index.BLOCK_PARTS, (row[0],))}

@@ -7,6 +7,7 @@ what is heavy when they run.
 from __future__ import annotations
 
 import importlib
+import keyword
 import os
 import signal
 import sys
@@ -21,14 +22,17 @@ from kvdb.errors import KvdbError
 
 INTERRUPTED = 130
 
-# Verb → the line that `kvdb --help` shows. The verb's module and command have its name.
+# Verb → the line that `kvdb --help` shows. The verb's module and command have its name (with an
+# underscore where Python keeps the word for itself).
 VERBS: Mapping[str, str] = {
     "compact": "Give dead bytes back and join small shards.",
     "demo": "Show on a small real model what the store saves.",
     "doctor": "Check this machine, the settings and the store.",
     "evict": "Remove blocks nobody holds until the store is small enough.",
     "explain": "Say how much of a prompt would hit, where it stops, and why.",
+    "export": "Write stored state to a file for another machine.",
     "generate": "Generate text; prompts computed once are never computed again.",
+    "import": "Take the state that a snapshot holds, every byte checked.",
     "info": "Show what the store holds and how large it is.",
     "keys": "Make, list and revoke the keys of those who may ask over HTTP.",
     "ls": "List blocks, shards, namespaces, sequences or requests.",
@@ -67,8 +71,9 @@ class Program(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        module = importlib.import_module(f"kvdb.cli.{cmd_name}")
-        command: click.Command = getattr(module, cmd_name)
+        name = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name
+        module = importlib.import_module(f"kvdb.cli.{name}")
+        command: click.Command = getattr(module, name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvdb.driver import Connection
 from kvdb.identity import ModelIdentity
+from kvdb.shards import NamespaceRecord
 
 # The newest ones are enough: each costs hashing the prompt once.
 MOST_SPACES = 64
@@ -35,6 +36,22 @@ class KeySpace:
     kv_group_size: int | None = None
     salt: bytes = b""
     build: str | None = None
+
+    @classmethod
+    def of(cls, record: NamespaceRecord) -> KeySpace:
+        """The key space of a namespace that need not be in the store."""
+        bits, group = _quantisation(record.layout.to_json())
+        return cls(
+            None,
+            record.fingerprint,
+            record.model,
+            record.identity,
+            record.block_tokens,
+            bits,
+            group,
+            record.salt,
+            record.build,
+        )
 
     def same_state(self, other: KeySpace) -> bool:
         """Do both hold the same state, but for what a build may change?"""

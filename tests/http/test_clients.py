@@ -65,8 +65,9 @@ def test_python_is_python(client: str) -> None:
     assert {HOSTILE, "YOUR_KEY"} <= constants
 
 
-def test_the_python_text_works(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
-    exec(configuration("openai-python", Target(server.url, "tiny", local=True)), {})
+@pytest.mark.parametrize("client", ["openai-python", "anthropic-python"])
+def test_python_works(client: str, server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(configuration(client, Target(server.url, "tiny", local=True)), {})
     assert "kvdb" in capsys.readouterr().out
 
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -69,8 +69,10 @@ def home(tmp_path: Path, chat_folder: Path) -> Path:
 
 
 @contextmanager
-def serve(home: Path, *options: str, **environment: str) -> Iterator[Program]:
-    arguments = [sys.executable, "-m", "kvdb", "serve", "--store", str(home / "store")]
+def serve(
+    home: Path, *options: str, program: Sequence[str] = ("-m", "kvdb"), **environment: str
+) -> Iterator[Program]:
+    arguments = [sys.executable, *program, "serve", "--store", str(home / "store")]
     process = subprocess.Popen(
         [*arguments, "--port", "0", *options],
         cwd=home,

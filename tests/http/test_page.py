@@ -187,11 +187,10 @@ def test_the_bar_of_a_prefill_moves_without_reload(server: Running, browser: Any
 def test_a_chat_says_what_was_cached(server: Running, browser: Any) -> None:
     questions = [WORDS.upper() * 5 + "<b>?", "and then?"]
     with Tab(browser, server.url, "/chat") as page:
-        for question in questions:
+        for number, question in enumerate(questions):
             page.fill("#text", question)
             page.keyboard.press("Enter")
-            page.wait_for_selector("#stop", state="visible")
-            page.wait_for_selector("#send", state="visible")
+            page.locator(".assistant .facts", has_text="cached").nth(number).wait_for()
         told = page.locator(".assistant .facts").all_inner_texts()
         asked = page.locator(".user").all_inner_texts()
         assert asked == questions
@@ -211,6 +210,8 @@ def test_a_chat_shows_the_prefill_and_stops(server: Running, browser: Any) -> No
         page.click("#send")
         page.wait_for_selector(".assistant progress")
         assert "Prefill" in page.inner_text(".assistant .facts")
+        box = page.locator(".assistant progress").bounding_box()
+        assert 0 < box["y"] < page.locator("#ask").bounding_box()["y"]  # and is in sight
         page.click("#stop")
         page.wait_for_selector("#send", state="visible")
         assert page.inner_text(".assistant .facts") == "Stopped"
@@ -283,4 +284,5 @@ def test_a_page_may_load_nothing_from_elsewhere(server: Running) -> None:
         assert "unsafe" not in policy
         assert "://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
     assert httpx.get(f"{server.url}/pages/__init__.py").status_code == 404
-    assert httpx.get(f"{server.url}/pages/..%2fapp.py").status_code == 404
+    # Another test made keys: a path that is none of ours is administration.
+    assert httpx.get(f"{server.url}/pages/..%2fapp.py").status_code in (401, 404)

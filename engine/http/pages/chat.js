@@ -30,14 +30,17 @@ async function answer() {
   stopping = new AbortController();
   busy(true);
   shown.about.textContent = "Waiting";
+  window.scrollTo(0, document.body.scrollHeight);
   let ending = null;
   try {
     for await (const event of stream(stopping.signal)) {
+      const follow = atEnd();
       if (event.done !== undefined) {
         if (!bar.isConnected) shown.item.insertBefore(bar, shown.about);
         bar.max = Math.max(event.total, 1);
         bar.value = event.done;
-        shown.about.textContent = `Prefill ${number(event.done)} of ${number(event.total)} tokens`;
+        shown.about.textContent = `Prefill ${event.said} tokens`;
+        if (follow) window.scrollTo(0, document.body.scrollHeight);
         continue;
       }
       if (event.error) throw new Error(event.error.message);
@@ -54,20 +57,25 @@ async function answer() {
       }
       if (delta.content) shown.text.append(delta.content);
       answered.content += delta.content ?? "";
-      shown.item.scrollIntoView({ block: "end" });
+      if (follow) window.scrollTo(0, document.body.scrollHeight);
     }
   } catch (error) {
     ending = error.name === "AbortError" ? "Stopped" : error.message;
   }
+  const wasAtEnd = atEnd();
   bar.remove();
   stopping = null;
   busy(false);
   const seconds = { first: first && (first - began) / 1000, all: (performance.now() - began) / 1000 };
   shown.about.textContent = [ending, usage && told(usage, seconds)].filter(Boolean).join(" · ");
+  if (wasAtEnd) window.scrollTo(0, document.body.scrollHeight);
   shown.about.classList.toggle("wrong", ending !== null && ending !== "Stopped");
   if (answered.content || answered.reasoning_content) messages.push(answered);
   else messages.pop(); // what was asked and got no answer is not sent again
 }
+
+/** Whoever scrolled up to read is left there. */
+const atEnd = () => window.innerHeight + window.scrollY > document.body.scrollHeight - 40;
 
 function reasoning(shown) {
   const text = make("div", { class: "text" });
@@ -111,7 +119,8 @@ async function* stream(signal) {
       const progress = /^: Processing (\d+)(K?)\/(\d+)(K?)$/.exec(frame);
       if (progress) {
         const tokens = (digits, unit) => Number(digits) * (unit ? 1000 : 1);
-        yield { done: tokens(progress[1], progress[2]), total: tokens(progress[3], progress[4]) };
+        const said = `${progress[1]}${progress[2]} of ${progress[3]}${progress[4]}`;
+        yield { said, done: tokens(progress[1], progress[2]), total: tokens(progress[3], progress[4]) };
       } else if (frame.startsWith("data: ") && frame !== "data: [DONE]") {
         yield JSON.parse(frame.slice(6));
       }

@@ -1,0 +1,416 @@
+"""Import: check every byte of a snapshot, stage what is new, then make it visible.
+
+Nothing is unpacked by name, unpickled, or opened as a database: blocks are parsed from memory
+(kvdb/members.py) and written into shards of this store's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvdb import index
+from kvdb.driver import Connection
+from kvdb.errors import (
+    IntegrityError,
+    OutOfSpace,
+    QuotaExceeded,
+    SnapshotRejected,
+    StoreMissing,
+    UsageError,
+)
+from kvdb.identity import ROOT_PARENT, canonical_json
+from kvdb.members import Member, parse_member
+from kvdb.shards import HEADER_CAP_BYTES, Bytes, NamespaceRecord
+from kvdb.snapshot.arenas import Arenas
+from kvdb.snapshot.known import NamespaceNote, compare_namespaces
+from kvdb.snapshot.manifest import MAX_BYTES as MANIFEST_BYTES
+from kvdb.snapshot.manifest import Manifest, NamedTip
+from kvdb.snapshot.provenance import insert_import, update_import
+from kvdb.snapshot.staging import NoRoom, Staging
+from kvdb.snapshot.stream import (
+    BLOCK_NAME,
+    MANIFEST,
+    SUMS,
+    Entry,
+    Progress,
+    Readable,
+    TarReader,
+    sums_line,
+)
+from kvdb.visible import Incoming, missing_parts
+
+if TYPE_CHECKING:
+    from kvdb.store import Store
+
+FIND_BUILD = "SELECT id FROM builds WHERE namespace_id = ? AND digest = ?"
+# A build that this store does not know: no row has this id.
+NO_BUILD = -1
+# What goes into a shard's header must leave it under its cap.
+MAX_EXTRA_BYTES = 64 << 10
+MAX_NAMESPACE_BYTES = 256 << 10
+
+Opener = Callable[[], AbstractContextManager[Readable]]
+
+
+@dataclass(slots=True)
+class ImportReport:
+    """What a snapshot holds and what came of it.
+
+    ``blocks`` = ``new`` + ``present`` + those of ``incompatible``, by reason: ``parent_missing``
+    (the snapshot leaves out what it stands on, and the store has not got it), ``too_large`` (for
+    this store). ``stored`` of the new ones are in the store now. ``digest`` is that of the export's
+    report. ``sequences`` were made, ``sequences_left`` were not: (name, why).
+    """
+
+    blocks: int = 0
+    new: int = 0
+    present: int = 0
+    incompatible: Counter[str] = field(default_factory=Counter)
+    stored: int = 0
+    nbytes: int = 0
+    namespaces: list[NamespaceNote] = field(default_factory=list)
+    sequences: list[str] = field(default_factory=list)
+    sequences_left: list[tuple[str, str]] = field(default_factory=list)
+    digest: str = ""
+
+
+def import_snapshot(
+    store: Store,
+    opener: Opener,
+    *,
+    name: str,
+    again: bool,
+    dry_run: bool = False,
+    trust: bool = False,
+    total_bytes: int = 0,
+    progress: Progress | None = None,
+) -> ImportReport:
+    """See :meth:`kvdb.store.Store.import_snapshot`. ``opener`` gives the stream from its start;
+    with ``again`` it can do so more than once. ``name`` is kept as where the blocks came from."""
+    run = _Import(store, opener, name, trust, total_bytes, progress)
+    if dry_run:
+        return run.look()
+    store.require_writable()
+    try:
+        return run.store_it(evict=False)
+    except NoRoom as error:
+        # Nothing that is stored goes for bytes that may yet turn out to be worthless.
+        if not again:
+            raise OutOfSpace(
+                f"{error} From a pipe nothing is evicted to make room, as it cannot be verified "
+                "first; import a file, or raise max_bytes."
+            ) from error
+    digest = run.look().digest
+    return run.store_it(evict=True, expected=digest)
+
+
+class _Parent(NamedTuple):
+    """What a block of this snapshot must be like to stand on another one."""
+
+    depth: int
+    is_full: bool
+    exact: bool
+    build: str | None
+    is_staged: bool
+
+
+class _Import:
+    def __init__(
+        self,
+        store: Store,
+        opener: Opener,
+        name: str,
+        trust: bool,
+        total_bytes: int,
+        progress: Progress | None,
+    ) -> None:
+        self._store = store
+        self._opener = opener
+        self._name = name
+        self._trust = trust
+        self._total = total_bytes
+        self._progress = progress
+
+    def look(self) -> ImportReport:
+        """Verify all of it and say what it holds; nothing is written."""
+        with self._opener() as source:
+            return _Pass(self._store, source, self._trust, None, self._report_progress).run()[1]
+
+    def store_it(self, *, evict: bool, expected: str | None = None) -> ImportReport:
+        """Stage, verify, publish."""
+        started = self._store.environment.now_us()
+        staging = Staging(self._store, evict=evict)
+        with contextlib.closing(staging):
+            with self._opener() as source:
+                run = _Pass(self._store, source, self._trust, staging, self._report_progress)
+                manifest, report = run.run()
+            if expected is not None and report.digest != expected:
+                raise SnapshotRejected("The snapshot changed while it was read.")
+            staging.finish()
+            self._publish(staging, manifest, report, started)
+        self._name_tips(manifest, report)
+        return report
+
+    def _report_progress(self, done: int) -> None:
+        if self._progress is not None:
+            self._progress(done, self._total)
+
+    def _publish(
+        self, staging: Staging, manifest: Manifest, report: ImportReport, started: int
+    ) -> None:
+        snapshot_id: list[int] = []
+
+        def first(connection: Connection) -> None:
+            snapshot_id.append(
+                insert_import(
+                    connection, self._name, report.digest, report.blocks, report.nbytes, started
+                )
+            )
+
+        def count(stored: int, dropped: int) -> None:
+            report.stored += stored
+            if dropped:
+                report.incompatible["parent_missing"] += dropped
+                report.new -= dropped
+
+        builds = {
+            (manifest.namespaces[build.namespace].fingerprint, build.digest): build.description
+            for build in manifest.builds
+        }
+        staging.publish(builds, first, count)
+        if snapshot_id:
+            with self._store.database.write() as connection:
+                update_import(
+                    connection, snapshot_id[0], report.stored, self._store.environment.now_us()
+                )
+
+    def _name_tips(self, manifest: Manifest, report: ImportReport) -> None:
+        """Make the named sequences whose tips are here now and whose names are free."""
+        spaces = {space.fingerprint: space for space in self._store.namespaces()}
+        for sequence in manifest.sequences:
+            space = spaces.get(manifest.namespaces[sequence.namespace].fingerprint)
+            try:
+                if space is None:
+                    raise StoreMissing("Its state was not imported.")
+                if self._has(sequence):
+                    continue
+                self._store.sequence(
+                    space, sequence.tip, name=sequence.name, ttl_seconds=self._ttl(sequence)
+                )
+            except (StoreMissing, UsageError, QuotaExceeded) as error:
+                report.sequences_left.append((sequence.name, str(error)))
+            else:
+                report.sequences.append(sequence.name)
+
+    def _has(self, sequence: NamedTip) -> bool:
+        """True when the name holds that very block already."""
+        try:
+            return self._store.find_sequence(sequence.name).tip_hash == sequence.tip
+        except StoreMissing:
+            return False
+
+    def _ttl(self, sequence: NamedTip) -> float | None:
+        if sequence.expires_at is None:
+            return None
+        left = (sequence.expires_at - self._store.environment.now_us()) / 1_000_000
+        if left <= 0:
+            raise UsageError("Its time is over.")
+        return left
+
+
+class _Pass:
+    """One reading of a snapshot from its start to its end."""
+
+    def __init__(
+        self,
+        store: Store,
+        source: Readable,
+        trust: bool,
+        staging: Staging | None,
+        progress: Callable[[int], None],
+    ) -> None:
+        self._store = store
+        self._reader = TarReader(source)
+        self._trust = trust
+        self._staging = staging
+        self._progress = progress
+        self._sums = hashlib.sha256()
+        self._arenas = Arenas()
+        self._seen: set[bytes] = set()
+        self._parents: dict[tuple[int, bytes], _Parent] = {}
+        self._namespace_ids: list[int | None] = []
+        self.report = ImportReport()
+
+    def run(self) -> tuple[Manifest, ImportReport]:
+        """Raises SnapshotRejected where anything is not as an export writes it."""
+        manifest = self._manifest()
+        if not manifest.tokens and not self._trust:
+            raise SnapshotRejected(
+                "The snapshot has no tokens, so nothing proves which prompts its state belongs to; "
+                "--trust imports it if you trust whoever made it."
+            )
+        for record in manifest.namespaces:
+            if len(canonical_json(record.to_document())) > MAX_NAMESPACE_BYTES:
+                raise SnapshotRejected("The snapshot has a layout too large for a shard's header.")
+        with self._store.database.read() as connection:
+            self.report.namespaces = compare_namespaces(connection, manifest.namespaces)
+            self._namespace_ids = [
+                next(
+                    iter(
+                        connection.execute(index.FIND_NAMESPACE, (r.fingerprint,)).fetchone() or ()
+                    ),
+                    None,
+                )
+                for r in manifest.namespaces
+            ]
+        while True:
+            member = self._next()
+            if member.name == SUMS:
+                self._check_sums(member)
+                return manifest, self.report
+            self._block(manifest, member)
+            self._progress(self._reader.position)
+
+    def _next(self) -> Entry:
+        member = self._reader.next()
+        if member is None:
+            raise SnapshotRejected("The snapshot ends without its list of digests.")
+        return member
+
+    def _manifest(self) -> Manifest:
+        member = self._next()
+        if member.name != MANIFEST:
+            raise SnapshotRejected(
+                "This is not a kvdb snapshot: it does not begin with a manifest."
+            )
+        data, digest = self._reader.read(member, MANIFEST_BYTES)
+        self._sums.update(sums_line(digest, MANIFEST))
+        return Manifest.parse(bytes(data))
+
+    def _check_sums(self, member: Entry) -> None:
+        digest = self._reader.skip(member)
+        if digest != self._sums.digest():
+            raise SnapshotRejected("The snapshot's list of digests does not fit its members.")
+        if self._reader.next() is not None:
+            raise SnapshotRejected("The snapshot goes on behind its list of digests.")
+        self.report.digest = digest.hex()
+
+    def _block(self, manifest: Manifest, entry: Entry) -> None:
+        found = BLOCK_NAME.fullmatch(entry.name)
+        number = int(found[1]) if found is not None else 0
+        if found is None or number >= len(manifest.namespaces):
+            raise SnapshotRejected("The snapshot has a member of a name that kvdb does not give.")
+        hash_ = bytes.fromhex(found[2])
+        if hash_ in self._seen:
+            raise SnapshotRejected("The snapshot has a block twice.")
+        self._seen.add(hash_)
+        self.report.blocks += 1
+        record = manifest.namespaces[number]
+        most = sum(part.nbytes(record.block_tokens) for part in record.layout.parts)
+        if entry.nbytes > most + 2 * HEADER_CAP_BYTES:
+            raise SnapshotRejected("The snapshot has a block larger than its layout.")
+        if most > self._store.limit.block_bytes:
+            self._sums.update(sums_line(self._reader.skip(entry), entry.name))
+            self.report.incompatible["too_large"] += 1
+            return
+        data, digest = self._reader.read(entry, entry.nbytes, partial(self._allocate, record))
+        self._sums.update(sums_line(digest, entry.name))
+        try:
+            member = parse_member(data, record)
+        except IntegrityError as error:
+            raise SnapshotRejected(f"The snapshot has a bad block: {error}") from error
+        if member.hash != hash_ or not member.is_whole:
+            raise SnapshotRejected("The snapshot has a block under another's name, or half of one.")
+        if sum(map(len, member.extra or ())) > MAX_EXTRA_BYTES:
+            raise SnapshotRejected("The snapshot has a block with too many keys beside its tokens.")
+        if manifest.tokens and member.tokens is None:
+            raise SnapshotRejected("The snapshot's manifest is wrong about its tokens.")
+        self._take(member, number)
+
+    def _allocate(self, record: NamespaceRecord, nbytes: int) -> Bytes:
+        if self._staging is not None:
+            return self._staging.allocate(record, nbytes)
+        return self._arenas.room(nbytes)
+
+    def _take(self, member: Member, number: int) -> None:
+        """Decide what becomes of a good block."""
+        with self._store.database.read() as connection:
+            parent = self._parent(connection, member, number)
+            if parent is None:
+                self.report.incompatible["parent_missing"] += 1
+                return
+            if parent.depth + 1 != member.depth or not parent.is_full:
+                raise SnapshotRejected("The snapshot has a block that its parent cannot bear.")
+            if not (parent.exact and parent.build in (None, member.build)):
+                member = replace(member, exact=False)
+            names = self._missing(connection, member, number)
+        self._parents[number, member.hash] = _Parent(
+            member.depth,
+            member.token_count == member.record.block_tokens,
+            member.exact,
+            member.build,
+            bool(names),
+        )
+        if not names:
+            self.report.present += 1
+            return
+        self.report.new += 1
+        parts = tuple(part for part in member.parts if part.part in names)
+        self.report.nbytes += sum(part.nbytes for part in parts)
+        if self._staging is not None:
+            if not parent.is_staged:
+                self._staging.anchors.add(member.parent)
+            self._staging.add(replace(member, parts=parts))
+
+    def _parent(self, connection: Connection, member: Member, number: int) -> _Parent | None:
+        """The block that one stands on, in this snapshot or in the store."""
+        if member.parent == ROOT_PARENT:
+            return _Parent(-1, True, True, None, True)
+        known = self._parents.get((number, member.parent))
+        if known is not None:
+            return known
+        row = index.find_block(connection, member.parent)
+        if row is None or not row.held or row.namespace_id != self._namespace_ids[number]:
+            return None
+        digest = connection.execute(
+            "SELECT digest FROM builds WHERE id = ?", (row.build_id,)
+        ).fetchone()
+        return _Parent(
+            row.depth,
+            row.token_count == member.record.block_tokens,
+            bool(row.exact),
+            None if digest is None else digest[0],
+            False,
+        )
+
+    def _missing(self, connection: Connection, member: Member, number: int) -> list[str]:
+        """Parts that the store lacks, or must replace by exact ones."""
+        names = [part.part for part in member.parts]
+        namespace_id = self._namespace_ids[number]
+        if namespace_id is None:
+            return names
+        build_id = None
+        if member.build is not None:
+            row = connection.execute(FIND_BUILD, (namespace_id, member.build)).fetchone()
+            build_id = NO_BUILD if row is None else row[0]
+        return missing_parts(
+            connection,
+            Incoming(
+                namespace_id,
+                member.record.layout,
+                member.hash,
+                member.parent,
+                member.depth,
+                "import",
+                member.exact,
+                build_id,
+            ),
+            names,
+        )
