@@ -22,7 +22,7 @@ from engine.http.levels import Level, Rules
 from engine.http.refusal import refuse
 from engine.http.requestlog import RequestLog
 from kvdb.errors import KvdbError, UsageError
-from kvdb.keys import Key, Keyring
+from kvdb.keys import ANYBODY, Key, Keyring
 
 if TYPE_CHECKING:
     from kvdb.store import Store
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9.\[\]:_-]+", re.ASCII)
 METHODS = ("DELETE", "GET", "HEAD", "POST", "PUT")
 EXPOSED = ("x-request-id", "retry-after")
-# Whose the requests without a key are, where there are keys: they see nothing of their owners'.
-ANYBODY = "anonymous"
 NEEDS_KEY = "This server needs a key: send it as Authorization: Bearer, or as x-api-key."
 NEEDS_ADMIN = (
     "This needs the admin key; kvdb keys create admin makes one, and --no-auth asks for none on "
