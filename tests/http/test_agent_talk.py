@@ -1,7 +1,8 @@
-"""A conversation as agents lead it, through ``kvdb serve``: it hits, also after a kill.
+"""Conversations as agents lead them, through ``kvdb serve``: they hit, also after a kill.
 
-Twelve turns with tools, reasoning and a long system prompt; the server is killed in the midst of
-the sixth. What each turn could reuse is counted on the token ids that were sent to the model.
+Twelve turns with tools, reasoning and a long system prompt, in two dialects; the server is killed
+in the midst of the sixth. What each turn could reuse is counted on the token ids that were sent to
+the model.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import Any
 
 import anthropic
 import openai
-import pytest
 from chat_model import tool, write_chat_model
 
 import kvdb
@@ -61,7 +61,7 @@ ANSWERS = [
     f"{SEARCH}\n{READ}",
     "It is warm, and the file is short.",
     thought("Another question: I read again.") + READ,
-    thought("Hm. " * 60) + SEARCH,
+    thought("Hm. " * 120) + SEARCH,
     READ,
     "The file says: Fünf Füchse 🦊 read.",
     thought("Once more.") + SEARCH,
@@ -71,20 +71,24 @@ ANSWERS = [
 ]
 assert len(ANSWERS) == 12
 
-# In the README too.
+# As in the README.
 HITS = """
 SELECT id, prompt_tokens AS prompt, matched_tokens AS known, restored_tokens AS restored,
        round(100.0 * restored_tokens / matched_tokens, 1) AS hit_percent,
        lag(prompt_tokens + generated_tokens) OVER (ORDER BY id) AS said_before
-FROM requests ORDER BY id
+FROM requests WHERE client LIKE :client ORDER BY id
 """
 
 
 class Chat:
-    """As OpenAI's clients lead it."""
+    """As OpenAI's clients lead it. ``told`` is what each turn gave."""
+
+    CLIENT = "OpenAI"
 
     def __init__(self) -> None:
-        self.messages: list[Any] = [{"role": "system", "content": SYSTEM}]
+        system = f"{self.CLIENT}. {SYSTEM}"
+        self.messages: list[Any] = [{"role": "system", "content": system}]
+        self.told: list[tuple[int, int, bool]] = []
 
     def ask(self, text: str) -> None:
         self.messages.append({"role": "user", "content": text})
@@ -116,8 +120,11 @@ class Chat:
 class Messages:
     """As Anthropic's clients lead it."""
 
+    CLIENT = "Anthropic"
+
     def __init__(self) -> None:
         self.messages: list[Any] = []
+        self.told: list[tuple[int, int, bool]] = []
 
     def ask(self, text: str) -> None:
         self.messages.append({"role": "user", "content": text})
@@ -131,7 +138,8 @@ class Messages:
             }
             for each in TOOLS
         ]
-        marked = {"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}}
+        system = f"{self.CLIENT}. {SYSTEM}"
+        marked = {"type": "text", "text": system, "cache_control": {"type": "ephemeral"}}
         given = {"model": "tiny", "messages": self.messages, "max_tokens": 1000}
         return {**given, "tools": tools, "system": [marked]}
 
@@ -173,43 +181,49 @@ def shared(a: list[int], b: list[int]) -> int:
     return next((at for at, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
-@pytest.mark.parametrize("dialect", [Chat, Messages])
-def test_a_conversation_hits_from_its_second_turn_on_and_after_a_kill(
-    tmp_path: Path, dialect: type[Chat | Messages]
-) -> None:
+def lead(talk: Chat | Messages, url: str, until: int) -> None:
+    """Go on with a conversation to its turn ``until``."""
+    while len(talk.told) < until:
+        if not talk.told or not talk.told[-1][2]:
+            talk.ask(f"Question {len(talk.told)}: what is the weather of the city of Paris?")
+        talk.told.append(talk.turn(url))
+
+
+def test_conversations_hit_from_their_second_turn_on_and_after_a_kill(tmp_path: Path) -> None:
     model = write_chat_model(tmp_path / "model", template=TEMPLATE)
     (tmp_path / "answers.json").write_text(json.dumps({"model": str(model), "answers": ANSWERS}))
     (tmp_path / "kvdb.toml").write_text(
         f"block_tokens = {BLOCK_TOKENS}\nmin_free_bytes = 0\n"
         f'[models."{model}"]\naliases = ["tiny"]\n'
     )
-    talk, told, ids = dialect(), [], tmp_path / "ids"
-
-    def lead(server: Program, until: int) -> None:
-        while len(told) < until:
-            if not told or not told[-1][2]:
-                talk.ask(f"Question {len(told)}: what is the weather of the city of Paris?")
-            told.append(talk.turn(server.url))
-
+    talks = (Chat(), Messages())
     with scripted(tmp_path) as server:
-        lead(server, KILLED_IN - 1)
-        said = talk.begin(server.url)
-        for _ in range(20):  # then it is in the midst of its reasoning
-            next(said)
+        for talk in talks:
+            lead(talk, server.url, KILLED_IN - 1)
+        streams = [talk.begin(server.url) for talk in talks]
+        for said in streams:
+            for _ in range(20):  # then it is in the midst of its reasoning
+                next(said)
         server.end(signal.SIGKILL)
     with scripted(tmp_path) as server:
-        lead(server, len(ANSWERS))
+        for talk in talks:
+            lead(talk, server.url, len(ANSWERS))
         assert server.end(signal.SIGTERM) == 0
 
-    prompts = [json.loads(line) for line in ids.read_text().splitlines()]
-    del prompts[KILLED_IN - 1]  # asked again
+    prompts = [json.loads(line) for line in (tmp_path / "ids").read_text().splitlines()]
+    half = KILLED_IN - 1
+    del prompts[2 * half : 2 * half + 2]  # these were asked again
+    with kvdb.open(tmp_path / "store") as store:
+        found = [store.sql(HITS, {"client": f"{talk.CLIENT}/%"}).rows for talk in talks]
+        assert not store.verify().problems
+    # As they were asked.
+    rows = [*found[0][:half], *found[1][:half], *found[0][half:], *found[1][half:]]
+    first, second = (talk.told for talk in talks)
+    told = [*first[:half], *second[:half], *first[half:], *second[half:]]
+    turns = [*range(1, half + 1)] * 2 + [*range(KILLED_IN, 13)] * 2
     tokenizer = load_tokenizer(model)
     before: list[list[int]] = []
-    with kvdb.open(tmp_path / "store") as store:
-        rows = store.sql(HITS).rows
-        assert not store.verify().problems
-    assert len(prompts) == len(rows) == len(told) == 12
-    for turn, (prompt, row, usage) in enumerate(zip(prompts, rows, told, strict=True), 1):
+    for turn, prompt, row, usage in zip(turns, prompts, rows, told, strict=True):
         _, tokens, known, restored, percent, said_before = row
         assert (tokens, restored) == usage[:2]
         assert tokens == len(prompt) > 1000
@@ -220,8 +234,8 @@ def test_a_conversation_hits_from_its_second_turn_on_and_after_a_kill(
             assert percent >= 95
             assert known >= 0.95 * longest
             assert known <= longest or turn == KILLED_IN
-            assert said_before >= known or turn == KILLED_IN
             if "tool_call" in ANSWERS[turn - 2]:  # it goes on behind all that was said
                 assert longest == said_before, (turn, longest, row)
         answer = tokenizer.encode(ANSWERS[turn - 1] + END, special=False).ids
         before.append([*prompt, *answer])
+    assert len(before) == 24

@@ -81,10 +81,10 @@ def test_memory_kept_after_unload(start: StartServer, tmp_path: Path) -> None:
     server = start(model=write_chat_model(tmp_path / "big", template=TOOL_TEMPLATE, **size))
     (name,) = server.service.models
     assert server.store is not None
-    for turn in range(2):
+    for count in (2, 20):
         before = held_bytes()
-        for number in range(20):
-            ask(server, f"{turn}.{number} {FOX}")
+        for number in range(count):
+            ask(server, f"{count}.{number} {FOX}")
         assert server.store.flush(30)
         loaded = held_bytes()
         assert server.pool.unload(name)
