@@ -38,7 +38,7 @@ unit: .venv/.dev browser
 	$(BIN)/pytest -q
 
 torture: .venv/.dev
-	$(BIN)/pytest -q -s -m torture tests/crash tests/engine tests/snapshots
+	$(BIN)/pytest -q -s -m torture
 
 .venv/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

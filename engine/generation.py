@@ -18,7 +18,8 @@ from engine import mlxlm
 from engine.accounts import Accounts, since
 from engine.batch import Seat
 from engine.boundaries import NO_BOUNDARIES, boundaries
-from engine.events import End, Event, FinishReason, Hold, Progress, Request, Stats, Token
+from engine.events import End, Event, FinishReason, Progress, Request, Stats, Token
+from engine.holding import hold
 from engine.live import LiveState
 from engine.logits import Row
 from engine.lookup import Lookup
@@ -430,22 +431,14 @@ class Generation:
     def _hold(self) -> Generator[Turn, Row, None]:
         """Hold the state in the store for as long as the request and its marks say."""
         storage, request, tip = self._storage, self._request, self._tip_hash()
-        ttl = request.ttl_seconds if self._recorder is not None else None
+        if storage is None or tip is None:
+            return
+        ttl = None if self._recorder is None else request.ttl_seconds
         marks = request.marks if request.store and self.index == 0 else ()
-        if storage is None or tip is None or (ttl is None and not marks):
-            return
-        written = storage.written(self._kept_tokens())
-        try:
-            yield Wait(written)
-        except Cancelled:
-            return
-        if ttl is not None:
-            self._took.held = storage.hold(tip, ttl, request.tenant) == "held"
-        kept = self._kept_tokens()
-        self._took.holds = tuple(
-            Hold(end, mark.ttl_seconds, storage.hold_prefix(kept, end, mark, request.tenant))
-            for mark, end in zip(marks, self.given.mark_ends(marks), strict=True)
-        )
+        ends = tuple(zip(marks, self.given.mark_ends(marks), strict=True))
+        with contextlib.suppress(Cancelled):
+            held = yield from hold(storage, request.tenant, self._kept_tokens(), tip, ttl, ends)
+            self._took.held, self._took.holds = held
 
     def _measure(self) -> Generator[Turn, Row, None]:
         """Compare an approximate answer with the exact one, if that is asked for."""

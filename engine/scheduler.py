@@ -8,9 +8,10 @@ than a step, and gives way to a more urgent one after it, keeping its work.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import mlx.core as mx
@@ -67,10 +68,9 @@ class Run:
         self.short = False  # it was refused a claim for now
         self.paused = False
         self.shared = False  # its prompt's other answers go their own ways
-
-    @property
-    def priority(self) -> Priority:
-        return self.client.request.priority
+        self.priority: Priority = client.request.priority
+        late = client.request.deadline_ms
+        self.deadline = math.inf if late is None else client.arrived + late / 1e3
 
     @property
     def tenant(self) -> str:
@@ -105,9 +105,7 @@ class Run:
         """Why it must end before it is done, if so."""
         if self.client.cancelled:
             return "cancelled"
-        deadline = self.client.request.deadline_ms
-        late = deadline is not None and (now - self.arrived) * 1e3 >= deadline
-        return "deadline" if late else None
+        return "deadline" if now >= self.deadline else None
 
 
 class Scheduler:
@@ -125,6 +123,8 @@ class Scheduler:
         self._order = Order(options.ageing_seconds, clock)
         self._decoder = Decoder(worker.model)
         self._runs: list[Run] = []  # in order of arrival
+        # Those of them that have begun. Many may wait: a turn looks at each of those once, quickly.
+        self._begun: list[Run] = []
         self._ends: deque[float] = deque(maxlen=LATEST_ENDS)  # when requests ended
         self._load = Load()
         self._age = 0  # turns since it was measured
@@ -153,7 +153,7 @@ class Scheduler:
     def _check_room(self) -> None:
         """Raise Busy where as many requests wait as may."""
         waiting = sum(not run.begun and run.first for run in self._runs)
-        free = self._options.max_running - sum(run.active for run in self._runs)
+        free = self._options.max_running - sum(run.active for run in self._begun)
         if waiting >= self._options.max_waiting + max(0, free):
             raise Busy(f"{waiting} requests are waiting: try again later.", self._seconds_to_end())
 
@@ -166,10 +166,10 @@ class Scheduler:
     def turn(self) -> bool:
         """One prefill step and one decode step; False where nothing could go on."""
         now = self._clock()
-        for run in list(self._runs):
+        for run in [run for run in self._runs if run.client.cancelled or now >= run.deadline]:
             if reason := run.ended_by(now):
                 self._cancel(run, reason)
-        chosen = self._next()
+        chosen = None if self._settled() else self._next()
         if chosen is not None:
             self._order.took(chosen)
             self._advance(chosen)
@@ -211,6 +211,16 @@ class Scheduler:
 
     # -- who goes next -----------------------------------------------------------------------
 
+    def _settled(self) -> bool:
+        """All places are taken by requests that decode, and of those that wait none could have
+        one: :meth:`_next`, which looks at each of them, would find nothing."""
+        active = [run for run in self._begun if run.active]
+        if len(active) < self._options.max_running or any(run.forward is None for run in active):
+            return False
+        if self._yielding(active) is None:
+            return True
+        return not any(run.priority == "interactive" and not run.active for run in self._runs)
+
     def _next(self) -> Run | None:
         """Whose turn it is, with a place for it."""
         short = False  # of memory: what is next waits for it, and nothing new goes before
@@ -251,7 +261,7 @@ class Scheduler:
         """Memory for its state at its longest; False while others hold it."""
         if run.claim is None:
             nbytes = self.worker.state_bytes(run.generation.tokens_at_most)
-            prefilling = [other for other in self._runs if other.active and not other.forward]
+            prefilling = [other for other in self._begun if other.active and not other.forward]
             longest = max(len(other.generation.prompt) for other in (run, *prefilling))
             spare = self.worker.steps.least(longest)
             try:
@@ -267,9 +277,9 @@ class Scheduler:
         if mine.key_space is None or mine.shareable:
             return None
         size = self.worker.block_tokens
-        for other in self._runs:
+        for other in self._begun:
             theirs = other.generation
-            if not other.begun or other.forward or theirs.key_space != mine.key_space:
+            if other.forward or theirs.key_space != mine.key_space:
                 continue
             if theirs.done == len(theirs.prompt):
                 continue
@@ -284,7 +294,7 @@ class Scheduler:
         if run.begun:
             return True
         limits = self._limits(run.tenant)
-        theirs = [other for other in self._runs if other.begun and other.tenant == run.tenant]
+        theirs = [other for other in self._begun if other.tenant == run.tenant]
         tokens = sum(other.generation.tokens_at_most for other in theirs)
         return not (
             (limits.requests is not None and len(theirs) >= limits.requests)
@@ -301,14 +311,17 @@ class Scheduler:
     def _place(self, run: Run) -> list[Run] | None:
         """Who must pause so that there is a place for one more; None where there is none. An
         interactive request may have the latest batch one's."""
-        active = [other for other in self._runs if other.active]
+        active = [other for other in self._begun if other.active]
         if len(active) < self._options.max_running:
             return []
-        batch = [other for other in active if other.priority == "batch"]
-        paused = sum(other.paused for other in self._runs)
-        if run.priority == "batch" or not batch or paused >= self._options.max_running:
-            return None
-        return batch[-1:]
+        latest = None if run.priority == "batch" else self._yielding(active)
+        return None if latest is None else [latest]
+
+    def _yielding(self, active: Sequence[Run]) -> Run | None:
+        """The batch request that would pause for an interactive one."""
+        batch = [run for run in active if run.priority == "batch"]
+        paused = sum(run.paused for run in self._begun)
+        return batch[-1] if batch and paused < self._options.max_running else None
 
     # -- a step of one -----------------------------------------------------------------------
 
@@ -316,6 +329,8 @@ class Scheduler:
         """A request's next step, up to where others may have their turn."""
         if run.coroutine is None:
             run.coroutine = run.generation.events()
+            self._begun.append(run)
+            self._begun.sort(key=lambda run: run.arrived)
         run.wait = None
         self._resume(run, lambda coroutine: next(coroutine))
 
@@ -360,7 +375,7 @@ class Scheduler:
             self._runs.append(Run(run.client, answer))
         if mine.key_space is None or not mine.shareable:
             return
-        free = self._options.max_running - sum(other.active for other in self._runs)
+        free = self._options.max_running - sum(other.active for other in self._begun)
         for other in self._runs:
             theirs = other.generation
             if free <= 0:
@@ -378,7 +393,7 @@ class Scheduler:
 
     def _decode(self) -> bool:
         """One token for every request that decodes."""
-        runs = [run for run in self._runs if run.forward is not None and not run.paused]
+        runs = [run for run in self._begun if run.forward is not None and not run.paused]
         if not runs:
             return False
         forwards = {run: run.forward for run in runs if run.forward is not None}
@@ -401,7 +416,7 @@ class Scheduler:
         # What the next turn puts through the model is chosen while Python does other things. A
         # failure comes again there.
         with contextlib.suppress(*MODEL_FAILURES):
-            mlxlm.start(*(run.forward.token for run in self._runs if run.forward is not None))
+            mlxlm.start(*(run.forward.token for run in self._begun if run.forward is not None))
         return True
 
     def _fits(self, padding: int) -> bool:
@@ -453,11 +468,13 @@ class Scheduler:
     def _remove(self, run: Run) -> None:
         if run in self._runs:
             self._runs.remove(run)
+            if run.begun:
+                self._begun.remove(run)
             self._ends.append(self._clock())
         run.generation.release()  # also if it shared a prompt, and never began
         if run.claim is not None:
             run.claim.release()
-        if not any(other.forward for other in self._runs):
+        if not any(other.forward for other in self._begun):
             self._decoder.arrange([])  # nobody is left: give the memory back
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 # What is left of a connection after its request was parked gets this long to be sent.
 CLOSING_SECONDS = 5
 STILL_SECONDS = 5.0
+# How long a model's thread may keep the interpreter from the event loop, which needs it for each
+# write to a client: with Python's 5 ms a first token would wait for it several times.
+SWITCH_SECONDS = 0.0005
 BACKLOG = 2048
 
 
@@ -51,6 +55,14 @@ class Server(uvicorn.Server):
         self._signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_SECONDS)
+        try:
+            super().run(sockets)
+        finally:
+            sys.setswitchinterval(before)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

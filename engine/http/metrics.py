@@ -109,6 +109,7 @@ class Metrics:
         for source, tokens in (
             ("restored", stats.restored_tokens),
             ("refilled", stats.refilled_tokens),
+            ("masked", stats.masked_tokens),
             ("computed", stats.computed_tokens),
         ):
             self._prompt_tokens.labels(model, source).inc(tokens)

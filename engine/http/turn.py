@@ -365,12 +365,10 @@ def request_of(ask: Ask, wishes: Wishes, served: Served, limits: Limits) -> Requ
 
 
 def _max_tokens(ask: Ask, served: Served, limits: Limits) -> int:
-    most = limits.max_tokens
-    if ask.max_tokens is None:
-        return served.max_tokens if most is None else min(served.max_tokens, most)
-    if most is not None and ask.max_tokens > most:
-        raise UsageError(f"max_tokens may be at most {most} here, not {ask.max_tokens}.")
-    return ask.max_tokens
+    """What the request or else the model's section says, as far as the server lets answers go:
+    agents always ask for the most that their own vendor's models can say."""
+    wanted = served.max_tokens if ask.max_tokens is None else ask.max_tokens
+    return wanted if limits.max_tokens is None else min(wanted, limits.max_tokens)
 
 
 def _stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:

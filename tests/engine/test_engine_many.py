@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from engine import (
     TenantLimits,
     Token,
 )
+from engine.order import Order
 from kvdb.errors import Busy, QuotaExceeded
 from kvdb.store import Store
 
@@ -261,6 +262,37 @@ def test_what_would_wait_beyond_the_queue_is_refused(tiny: Path, make_engine: An
             outcomes.append(f"again in {busy.retry_seconds:.0f} s")
     assert outcomes == ["2 answers"] * 5 + ["again in 1 s"] * 3
     assert len(ask_all(engine, requests[:5])) == 5  # there is room again
+
+
+def test_who_waits_costs_those_at_work_nothing(
+    tiny: Path, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While all places are taken, nobody looks for who is next: not at each token."""
+    engine = make_engine(None, tiny, max_running=1, max_waiting=100)
+    sorted_ = 0
+    sort = Order.sort
+
+    def counted(self: Order, waiting: Iterable[Any]) -> list[Any]:
+        nonlocal sorted_
+        sorted_ += 1
+        return sort(self, waiting)
+
+    monkeypatch.setattr(Order, "sort", counted)
+    for priority in ("interactive", "batch"):
+        request = Request(tokens=prompt_tokens(30), max_tokens=90, ignore_eos=True)
+        working = engine.generate(replace(request, priority=priority))
+        next(event for event in working if isinstance(event, Token))
+        batch = replace(request, priority="batch", max_tokens=1)
+        waiting = [engine.generate(batch) for _ in range(20)]
+        for _ in range(30):
+            next(working)
+        before = sorted_
+        for _ in range(30):
+            next(working)
+        assert sorted_ == before
+        working.close()
+        for one in waiting:
+            assert [event for event in one if isinstance(event, Token)]
 
 
 def test_salted_requests_share_nothing(tiny: Path, store: Store, make_engine: Any) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ import httpx  # noqa: E402
 import openai  # noqa: E402
 from chat_model import TEMPLATE, write_chat_model  # noqa: E402
 
-import kvdb  # noqa: E402
 from engine import EngineOptions, Pool, PooledModel, PoolOptions, Request  # noqa: E402
 from engine.http.access import AccessOptions, access_control  # noqa: E402
 from engine.http.app import ROUTERS, create_app  # noqa: E402
 from engine.http.connections import uvicorn_options  # noqa: E402
 from engine.http.levels import Rules  # noqa: E402
 from engine.http.service import Limits, Served, Service  # noqa: E402
+from kvdb.durable import FileSystem  # noqa: E402
+from kvdb.opening import Options, open_store  # noqa: E402
 from kvdb.store import Store  # noqa: E402
 from tests.http.serving import serving  # noqa: E402
 
@@ -45,7 +47,8 @@ class Running:
     pool: Pool
     store: Store | None
 
-    @property
+    # Making a client takes longer than most requests.
+    @cached_property
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
@@ -53,7 +56,11 @@ class Running:
         """Post what json.dumps makes of ``body``, or bytes as they are."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"content-type": "application/json", **headers}
-        return httpx.post(f"{self.url}{path}", content=content, headers=headers, timeout=60)
+        return self._http.post(f"{self.url}{path}", content=content, headers=headers)
+
+    @cached_property
+    def _http(self) -> httpx.Client:
+        return httpx.Client(timeout=60)
 
     def one(self, sql: str) -> tuple[Any, ...]:
         """A row of the store, with all that is queued in it."""
@@ -90,7 +97,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory, chat_folder: Path) -> Iterator[StartServer]:
-    """Start servers that last until the module's tests are over. The model is called ``tiny``."""
+    """Start servers that last until the module's tests are over. The model is called ``tiny``, and
+    ``others`` as their folders."""
     with ExitStack() as stack:
 
         def start_server(
@@ -102,17 +110,23 @@ def start(tmp_path_factory: pytest.TempPathFactory, chat_folder: Path) -> Iterat
             adapt: Callable[[Request], Request] | None = None,
             folder: Path | None = None,
             model: Path = chat_folder,
+            others: Sequence[Path] = (),
+            max_models: int | None = None,
             store: bool = True,
+            fs: FileSystem | None = None,
         ) -> Running:
             path = folder or tmp_path_factory.mktemp("store") / "store"
-            opened = kvdb.open(path, min_free_bytes=0) if store else None
+            opened = open_store(path, Options(min_free_bytes=0), fs=fs) if store else None
             if opened is not None:
                 stack.callback(opened.close)
             options = EngineOptions(BLOCK_TOKENS, step=step, max_running=max_running)
-            pooled = PoolOptions(default=PooledModel(engine_options=options))
+            pooled = PoolOptions(max_models, default=PooledModel(engine_options=options))
             pool = stack.enter_context(Pool(opened, pooled))
-            served = Served(str(model), ("tiny",), max_tokens, max_running=max_running)
-            service = Service(pool, opened, [served], limits, adapt=adapt)
+            served = [
+                Served(str(path), (name,), max_tokens, max_running=max_running)
+                for path, name in ((model, "tiny"), *((other, other.name) for other in others))
+            ]
+            service = Service(pool, opened, served, limits, adapt=adapt)
             access = AccessOptions()
             guard = access_control(access, opened, Rules(ROUTERS))
             app = create_app(service, guard)

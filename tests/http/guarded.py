@@ -25,7 +25,7 @@ from engine.http.access import AccessOptions, access_control  # noqa: E402
 from engine.http.app import ROUTERS, create_app  # noqa: E402
 from engine.http.connections import uvicorn_options  # noqa: E402
 from engine.http.levels import Rules  # noqa: E402
-from engine.http.service import Served, Service  # noqa: E402
+from engine.http.service import Limits, Served, Service  # noqa: E402
 from kvdb.keys import NewKey, create_key  # noqa: E402
 from kvdb.store import Store  # noqa: E402
 from tests.http.serving import serving  # noqa: E402
@@ -66,7 +66,12 @@ class Guarded:
 
 @contextmanager
 def guarded(
-    folder: Path, *, keyed: bool = True, step: int | None = None, **options: Any
+    folder: Path,
+    *,
+    keyed: bool = True,
+    step: int | None = None,
+    limits: Limits | None = None,
+    **options: Any,
 ) -> Iterator[Guarded]:
     """``options`` are those of AccessOptions. Everything is made in ``folder``."""
     model = folder / "model"
@@ -82,7 +87,7 @@ def guarded(
         for name, tenant in KEYS.items() if keyed else ():
             role = "tenant" if tenant else name
             keys[name] = create_key(store, role, tenant=tenant)  # type: ignore[arg-type]
-        service = Service(pool, store, [Served(str(model), ("tiny",), 8)])
+        service = Service(pool, store, [Served(str(model), ("tiny",), 8)], limits)
         service.ready = True
         around = access_control(access, store, Rules(ROUTERS))
         with (

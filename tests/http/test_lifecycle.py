@@ -9,15 +9,17 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
+import uvicorn
 
 import kvdb
+from engine.http.lifecycle import Server
 from tests.http.test_service import until
 
 SECONDS = 60
@@ -67,8 +69,10 @@ def home(tmp_path: Path, chat_folder: Path) -> Path:
 
 
 @contextmanager
-def serve(home: Path, *options: str, **environment: str) -> Iterator[Program]:
-    arguments = [sys.executable, "-m", "kvdb", "serve", "--store", str(home / "store")]
+def serve(
+    home: Path, *options: str, program: Sequence[str] = ("-m", "kvdb"), **environment: str
+) -> Iterator[Program]:
+    arguments = [sys.executable, *program, "serve", "--store", str(home / "store")]
     process = subprocess.Popen(
         [*arguments, "--port", "0", *options],
         cwd=home,
@@ -163,3 +167,14 @@ def test_what_cannot_be_served_is_said(
             assert server.end() in (1, 2)
             assert word in server.said
             assert "Traceback" not in server.said
+
+
+def test_the_loop_gets_the_interpreter_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's thread may keep it 5 ms by default, which each write of a first token waits for."""
+    seen: list[float] = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *_: seen.append(sys.getswitchinterval()))
+    before = sys.getswitchinterval()
+    server = Server(uvicorn.Config("unused"), cast(Any, None), (), drain_seconds=1, say=print)
+    server.run()
+    assert seen[0] < 0.001
+    assert sys.getswitchinterval() == before

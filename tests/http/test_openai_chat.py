@@ -172,7 +172,15 @@ def test_what_is_wrong_is_said_in_one_sentence(
 def limited(start: Any) -> Running:
     from engine.http.service import Limits
 
-    return start(limits=Limits(max_messages=20))
+    return start(limits=Limits(max_messages=20, max_tokens=5))
+
+
+def test_an_answer_is_cut_where_the_server_says(limited: Running) -> None:
+    """Agents ask for 32,000 tokens whoever serves them."""
+    for more in ({}, {"max_tokens": 32_000}):
+        answer = limited.client.chat.completions.create(model="tiny", messages=chat(), **more)
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage.completion_tokens == 5
 
 
 def test_errors_have_openais_classes(limited: Running) -> None:

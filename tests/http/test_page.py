@@ -284,4 +284,5 @@ def test_a_page_may_load_nothing_from_elsewhere(server: Running) -> None:
         assert "unsafe" not in policy
         assert "://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
     assert httpx.get(f"{server.url}/pages/__init__.py").status_code == 404
-    assert httpx.get(f"{server.url}/pages/..%2fapp.py").status_code == 404
+    # Another test made keys: a path that is none of ours is administration.
+    assert httpx.get(f"{server.url}/pages/..%2fapp.py").status_code in (401, 404)

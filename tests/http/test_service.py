@@ -17,6 +17,9 @@ import pytest
 from engine.http.service import Limits, State
 from tests.http.conftest import Running, StartServer
 
+# Blocks that nothing stored behind them holds, and yet something does.
+HELD = """SELECT count(*) FROM blocks WHERE refs > 0 AND NOT EXISTS
+(SELECT 1 FROM blocks AS child WHERE child.parent_id = blocks.id)"""
 LONG = "The quick brown fox jumps over the lazy dog. " * 8
 
 
@@ -46,9 +49,7 @@ def test_a_client_that_leaves_ends_its_request(server: Running) -> None:
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(url, json=asked, timeout=0.5)
     until(lambda: not server.service.running())
-    held = "SELECT count(*) FROM blocks WHERE refs > 0 AND NOT EXISTS "
-    inner = "(SELECT 1 FROM blocks AS child WHERE child.parent_id = blocks.id)"
-    assert server.one(held + inner) == (0,)
+    assert server.one(HELD) == (0,)
     # What was computed until then is kept.
     assert (
         server.post("/v1/chat/completions", {**asked, "max_tokens": 1}).json()["usage"]["kvdb"][
@@ -58,20 +59,39 @@ def test_a_client_that_leaves_ends_its_request(server: Running) -> None:
     )
 
 
-def test_many_that_leave_hold_nothing(server: Running) -> None:
-    url = f"{server.url}/v1/chat/completions"
+STREAMING: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"max_tokens": 10_000},
+    "/v1/completions": {"max_tokens": 10_000},
+    "/v1/responses": {"max_output_tokens": 10_000},
+    "/v1/messages": {"max_tokens": 10_000},
+}
+
+
+def test_a_hundred_that_leave_hold_nothing(server: Running) -> None:
+    """In the midst of streams of every dialect."""
+    asks = list(STREAMING.items())
 
     def leave(number: int) -> None:
-        asked = body(f"{number} " * (number % 7 + 1), max_tokens=10_000, stream=True)
-        with httpx.stream("POST", url, json=asked, timeout=60) as answer:
+        path, more = asks[number % 4]
+        text = f"{number} " * (number % 7 + 1)
+        given = {"messages": body(text)["messages"]}
+        if path == "/v1/completions":
+            given = {"prompt": text}
+        elif path == "/v1/responses":
+            given = {"input": text}
+        asked = {"model": "tiny", "stream": True, **given, **more}
+        with clients.stream("POST", f"{server.url}{path}", json=asked) as answer:
+            assert answer.status_code == 200
             lines = answer.iter_lines()
             for _ in range(number % 5):
                 next(lines)
 
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(leave, range(30)))
+    limits = httpx.Limits(max_connections=8)
+    with httpx.Client(timeout=60, limits=limits) as clients, ThreadPoolExecutor(8) as threads:
+        list(threads.map(leave, range(100)))
     until(lambda: not server.service.running())
     assert server.one("SELECT count(*) FROM sequences WHERE name IS NULL") == (0,)
+    assert server.one(HELD) == (0,)
     assert server.post("/v1/chat/completions", body(max_tokens=1)).status_code == 200
 
 
