@@ -32,6 +32,8 @@ Role = Literal["main", "admin", "tenant"]
 ROLES: tuple[Role, ...] = get_args(Role)
 KEY = re.compile(r"kvdb_([1-9][0-9]{0,17})_([A-Za-z0-9_-]{43})", re.ASCII)
 MAX_NAME = 200
+# The tenant that requests without a key are of, where everybody may ask: nobody has a key of it.
+ANYBODY = "anonymous"
 # A use is written at most this often a key: time enough to see which keys nobody uses.
 USE_SECONDS = 60.0
 
@@ -91,6 +93,8 @@ def create_key(
         raise UsageError(f"A key's role is one of {', '.join(ROLES)}, not {role!r}.")
     if (role == "tenant") != bool(tenant):
         raise UsageError("A tenant's key needs a tenant, and no other key has one.")
+    if tenant == ANYBODY:
+        raise UsageError(f"The tenant {ANYBODY} is whoever asks without a key: take another name.")
     if shared and role != "tenant":
         raise UsageError("Only a tenant's key can be shared.")
     for text in (tenant, name):

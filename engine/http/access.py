@@ -16,13 +16,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.http.bodies import BodyLimits
-from engine.http.caller import Caller
+from engine.http.caller import Caller, tenant_salt
 from engine.http.hosts import HOST, HostCheck, is_foreign, is_loopback
 from engine.http.levels import Level, Rules
 from engine.http.refusal import refuse
 from engine.http.requestlog import RequestLog
 from kvdb.errors import KvdbError, UsageError
-from kvdb.keys import Key, Keyring
+from kvdb.keys import ANYBODY, Key, Keyring
 
 if TYPE_CHECKING:
     from kvdb.store import Store
@@ -185,7 +185,7 @@ class KeyCheck:
         if not self._keyed:
             return Caller(inference=True, overview=True)
         if self._options.allow_unauthenticated_inference:
-            return Caller(inference=True)
+            return Caller(tenant=ANYBODY, inference=True, salt=tenant_salt(ANYBODY))
         return NEEDS_KEY
 
 

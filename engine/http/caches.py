@@ -163,7 +163,7 @@ def owner_of(request: Request) -> Wishes:
     """Whose caches the caller's are. Raises Forbidden for one that is let in without any key:
     names and what they hold are their owners'."""
     caller = caller_of(request)
-    if not (caller.tenant or caller.overview):
+    if caller.key_id is None and not caller.overview:
         raise Forbidden("Named caches need a key.")
     return read_wishes(request.headers, None, caller)
 

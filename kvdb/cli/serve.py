@@ -178,7 +178,7 @@ def serve(models: tuple[str, ...], no_store: bool, client: str | None) -> None:
             raise server.failure
         pool.close()
         durable = _make_durable(store, values["serve.drain_seconds"])
-        say(_farewell(server.drained))
+        say(_farewell(server.drained, store))
     if not durable:
         raise click.exceptions.Exit(PROBLEMS_FOUND)
 
@@ -272,10 +272,8 @@ def _make_durable(store: Store | None, seconds: float) -> bool:
     os._exit(PROBLEMS_FOUND)  # closing the store would wait for that disk
 
 
-def _farewell(drained: Drained | None) -> str:
+def _farewell(drained: Drained | None, store: Store | None) -> str:
+    durable = "" if store is None else "; what was stored is durable"
     if drained is None or not drained.finished + drained.parked:
-        return "Ended; everything is durable."
-    return (
-        f"Ended: {drained.finished} requests finished, {drained.parked} parked; "
-        "everything is durable."
-    )
+        return f"Ended{durable}."
+    return f"Ended: {drained.finished} requests finished, {drained.parked} parked{durable}."

@@ -7,6 +7,8 @@ before it was held) is left out with its descendants.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import fcntl
 import hashlib
 import os
 import tempfile
@@ -14,11 +16,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Protocol
+from typing import IO, TYPE_CHECKING
 
 from kvdb.codecs import get_codec
 from kvdb.durable import FileSystem, write_all
-from kvdb.errors import IntegrityError, KvdbError, StoreMissing, UsageError
+from kvdb.errors import (
+    IntegrityError,
+    KvdbError,
+    OutOfSpace,
+    StoreLocked,
+    StoreMissing,
+    StoreReadOnly,
+    StoreUnavailable,
+    UsageError,
+)
 from kvdb.members import parse_member, read_member
 from kvdb.shards import HEADER_CAP_BYTES
 from kvdb.snapshot.arenas import Arenas
@@ -37,6 +48,7 @@ from kvdb.snapshot.stream import (
 )
 
 if TYPE_CHECKING:
+    from kvdb.encryption import Writable
     from kvdb.sequences import Sequence as HeldSequence
     from kvdb.store import Store
 
@@ -44,13 +56,10 @@ SUMS_IN_MEMORY = 4 << 20
 SYNC_BYTES = 32 << 20
 PARTIAL = ".partial"
 
-Entry = list[memoryview]
-
-
-class Writable(Protocol):
-    """What a snapshot is written to: a file, a pipe."""
-
-    def write(self, data: memoryview, /) -> int | None: ...
+# A whole member, header and padding included.
+Buffers = list[memoryview]
+# The store cannot be written now: no reason not to export it.
+UNWRITABLE = (StoreLocked, OutOfSpace, StoreUnavailable, StoreReadOnly)
 
 
 @dataclass(slots=True)
@@ -94,13 +103,10 @@ def export_snapshot(
             _pour(run.buffers(), target, seal)
         else:
             _to_file(store.fs, run, target, seal)
-    if not store.read_only:
-        name = target.name if isinstance(target, Path) else "stream"
-        ended, report = store.environment.now_us(), run.report
-        with store.database.write() as connection:
-            insert_export(
-                connection, name, report.digest, report.blocks, report.nbytes, started, ended
-            )
+    name = target.name if isinstance(target, Path) else "stream"
+    ended, report = store.environment.now_us(), run.report
+    with contextlib.suppress(*UNWRITABLE), store.database.write() as connection:
+        insert_export(connection, name, report.digest, report.blocks, report.nbytes, started, ended)
     return run.report
 
 
@@ -127,11 +133,11 @@ class _Export:
         self._arenas = Arenas()
         self.report = ExportReport(sequences=len(plan.manifest.sequences))
 
-    def start(self) -> Entry:
+    def start(self) -> Buffers:
         """The manifest."""
         return self._entry(MANIFEST, [memoryview(self.manifest)])
 
-    def blocks(self) -> Iterator[Entry]:
+    def blocks(self) -> Iterator[Buffers]:
         """The blocks that are still to be written."""
         gone: set[int] = set()
         for block in self.plan.blocks[self._done :]:
@@ -149,7 +155,7 @@ class _Export:
         if self._progress is not None:
             self._progress(self._done, len(self.plan.blocks))
 
-    def end(self) -> Entry:
+    def end(self) -> Buffers:
         """The list of digests, and the end of the stream."""
         self._sums.seek(0)
         sums = self._sums.read()
@@ -175,7 +181,7 @@ class _Export:
             self.report.blocks += 1
             self.report.resumed += 1
 
-    def _block(self, block: Chosen) -> Entry | None:
+    def _block(self, block: Chosen) -> Buffers | None:
         record = self.plan.manifest.namespaces[block.namespace]
         self._arenas.swap()
         member = read_member(self._store, record, block.id, self._arenas.take)
@@ -187,7 +193,7 @@ class _Export:
             member = member.without_tokens()
         return self._entry(block_name(block.namespace, block.hash), member.encode())
 
-    def _entry(self, name: str, buffers: Sequence[memoryview]) -> Entry:
+    def _entry(self, name: str, buffers: Sequence[memoryview]) -> Buffers:
         digest = hashlib.sha256()
         for buffer in buffers:
             digest.update(buffer)
@@ -199,18 +205,17 @@ class _Export:
 
 @contextmanager
 def _held(store: Store, plan: Plan) -> Iterator[None]:
-    """Hold every chain, so that none is evicted while it is written. A store that cannot be
-    written cannot be held either: then what others evict is left out."""
+    """Hold every chain, so that none is evicted while it is written. Where the store cannot be
+    written nothing is held, and what others evict meanwhile is left out."""
     holds: list[HeldSequence] = []
+    spaces = {space.fingerprint: space for space in store.namespaces()}
     try:
-        if not store.read_only:
-            spaces = {space.fingerprint: space for space in store.namespaces()}
+        with contextlib.suppress(*UNWRITABLE):
             for leaf in plan.leaves:
                 fingerprint = plan.manifest.namespaces[leaf.namespace].fingerprint
-                try:
+                # One that went already is not held: what is left of its chain may go too.
+                with contextlib.suppress(StoreMissing):
                     holds.append(store.sequence(spaces[fingerprint], leaf.hash))
-                except StoreMissing:
-                    continue  # it went already: what is left of its chain may go too
         yield
     finally:
         for hold in holds:
@@ -239,11 +244,15 @@ def _to_file(
 ) -> None:
     """Write to ``target.partial``, go on with one that is there, and give it its name when it is
     whole and durable."""
-    if target.exists():
-        raise UsageError(f"{target} is there already; remove it, or choose another name.")
+    _refuse_existing(target)
     partial = target.with_name(target.name + PARTIAL)
     fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(fd, "r+b", buffering=0) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(f"Another export is writing {partial}.") from error
+        _refuse_existing(target)  # another export may have been done since
         if seal is not None:
             file.truncate(0)
             seal(run.buffers(), file)
@@ -258,6 +267,11 @@ def _to_file(
         fs.sync(file.fileno())
     fs.rename(partial, target)
     fs.sync_directory(target.parent)
+
+
+def _refuse_existing(target: Path) -> None:
+    if target.exists():
+        raise UsageError(f"{target} is there already; remove it, or choose another name.")
 
 
 class _Output:
@@ -280,12 +294,12 @@ class _Output:
         finally:
             self._executor.shutdown()
 
-    def write(self, made: Entry) -> None:
+    def write(self, made: Buffers) -> None:
         """Raises OSError for what was given before."""
         self._wait()
         self._writing = self._executor.submit(self._write, made)
 
-    def _write(self, made: Entry) -> None:
+    def _write(self, made: Buffers) -> None:
         self._unsynced += write_all(self._fs, self._fd, made)
         if self._unsynced >= SYNC_BYTES:
             self._fs.sync(self._fd)

@@ -261,15 +261,9 @@ class _Pass:
                 raise SnapshotRejected("The snapshot has a layout too large for a shard's header.")
         with self._store.database.read() as connection:
             self.report.namespaces = compare_namespaces(connection, manifest.namespaces)
-            self._namespace_ids = [
-                next(
-                    iter(
-                        connection.execute(index.FIND_NAMESPACE, (r.fingerprint,)).fetchone() or ()
-                    ),
-                    None,
-                )
-                for r in manifest.namespaces
-            ]
+            for record in manifest.namespaces:
+                row = connection.execute(index.FIND_NAMESPACE, (record.fingerprint,)).fetchone()
+                self._namespace_ids.append(None if row is None else row[0])
         while True:
             member = self._next()
             if member.name == SUMS:

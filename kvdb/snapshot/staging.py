@@ -8,13 +8,14 @@ them. Only when all of the snapshot is verified do they become visible, in short
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvdb import index
 from kvdb.builds import find_or_add_build
 from kvdb.driver import Connection
-from kvdb.errors import OutOfSpace, disk_error
+from kvdb.errors import KvdbError, OutOfSpace, disk_error
 from kvdb.members import Member
 from kvdb.reservation import Reservation
 from kvdb.shards import (
@@ -138,17 +139,15 @@ class Staging:
 
     def close(self) -> None:
         """Remove what was not published, and namespaces that were made for it."""
-        try:
+        with contextlib.suppress(KvdbError):  # the reason that goes on is the first one
             self._wait()
-        except OutOfSpace:
-            pass  # the reason that goes on is the first one
-        finally:
-            self._executor.shutdown()
-            self._room.reservations.abandon(staged.place for staged in self._staged)
-            self._staged.clear()
-            if self._made:
-                with self._store.database.write() as connection:
-                    connection.executemany(EMPTY_NAMESPACE, [(id_,) for id_ in self._made])
+        self._executor.shutdown()
+        self._room.reservations.abandon(staged.place for staged in self._staged)
+        self._staged.clear()
+        if self._made:
+            # An empty namespace that stays is in nobody's way.
+            with contextlib.suppress(KvdbError), self._store.database.write() as connection:
+                connection.executemany(EMPTY_NAMESPACE, [(id_,) for id_ in self._made])
 
     # -- writing -----------------------------------------------------------------------------
 

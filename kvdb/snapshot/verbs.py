@@ -13,8 +13,8 @@ from typing import IO, TYPE_CHECKING, Any, cast
 from kvdb.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvdb.encryption import Keys, Lock
-    from kvdb.snapshot.export import ExportReport, Writable
+    from kvdb.encryption import Keys, Lock, Writable
+    from kvdb.snapshot.export import ExportReport
     from kvdb.snapshot.importing import ImportReport
     from kvdb.snapshot.stream import Progress, Readable
     from kvdb.store import Store

@@ -105,7 +105,7 @@ def test_what_was_answered_hits_after_sigterm_and_after_kill(home: Path) -> None
             rest = [line for line in lines if line]
         assert '"code":"stopping"' in rest[-2]
         assert server.end() == 0
-        assert "0 requests finished, 1 parked; everything is durable." in server.said
+        assert "0 requests finished, 1 parked; what was stored is durable." in server.said
         assert re.search(r"is ready: loaded in [\d.]+ s, warmed up in", server.said)
     with serve(home) as server:
         first = server.ask(max_tokens=40)
@@ -124,7 +124,7 @@ def test_what_was_answered_hits_after_sigterm_and_after_kill(home: Path) -> None
             server.process.send_signal(signal.SIGTERM)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert server.end() == 0
-        assert "1 requests finished, 0 parked; everything is durable" in server.said
+        assert "1 requests finished, 0 parked; what was stored is durable" in server.said
     with kvdb.open(home / "store") as store:
         assert not store.verify().problems
 

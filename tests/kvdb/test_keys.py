@@ -101,6 +101,7 @@ def test_a_tenants_keys_have_one_salt_and_no_other_tenant_has_it(store: Store) -
         ("admin", {"shared": True}),
         ("main", {"name": "a\nb"}),
         ("tenant", {"tenant": "x" * 201}),
+        ("tenant", {"tenant": "anonymous"}),
     ],
 )
 def test_a_key_that_means_nothing_is_refused(

@@ -25,6 +25,7 @@ from tests.snapshots.mutations import (
     tar_of,
     with_head,
 )
+from tests.snapshots.test_members import other_tokens
 from tests.snapshots.world import blocks, fill, snapshot_of
 from tests.support import check_prefix, open_namespace, put_all, random_tokens
 
@@ -238,6 +239,9 @@ HOSTILE: dict[str, Callable[[bytes], bytes]] = {
     ),
     "a shipped database": lambda g: signed([members(g)[0], ("index.sqlite", b"SQLite format 3\0")]),
     "bomb": bomb,
+    "other tokens": lambda g: signed(
+        [members(g)[0], (members(g)[1][0], other_tokens(members(g)[1][1])), *members(g)[2:]]
+    ),
 }
 
 

@@ -109,7 +109,16 @@ def rewritten(encoded: bytes, change) -> bytes:
     return struct.pack("<Q", len(text)) + text + encoded[8 + length :]
 
 
+def other_tokens(encoded: bytes) -> bytes:
+    (length,) = struct.unpack("<Q", encoded[:8])
+    start, _ = json.loads(encoded[8 : 8 + length])["tokens"]["data_offsets"]
+    changed = bytearray(encoded)
+    changed[8 + length + start] ^= 1
+    return bytes(changed)
+
+
 HOSTILE = {
+    "other tokens": other_tokens,
     "huge header": lambda e: struct.pack("<Q", 1 << 62) + e[8:],
     "header beyond the end": lambda e: struct.pack("<Q", len(e)) + e[8:],
     "empty": lambda e: b"",
