@@ -78,6 +78,7 @@ def use_random_weights(config: dict[str, Any], dtype: str = "float32") -> None:
             context=config["max_position_embeddings"],
             eos=frozenset(),
             options=options,
+            answer_style=None,
             load_seconds=time.perf_counter() - began,
         )
 

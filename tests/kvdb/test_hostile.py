@@ -104,8 +104,9 @@ def test_running_out_of_descriptors_is_a_miss_and_destroys_nothing(store: Store)
         put_all(store, namespace, tokens[:end])
     match = store.match(namespace, tokens)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").exists() else 0
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used - 1, hard))
+    lowest = os.dup(0)  # the number that the next file would get
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
     try:
         result = store.read(match, buffers(PLAIN, 4 * BLOCK))
     finally:
