@@ -107,14 +107,11 @@ def main() -> None:
     if options.child:
         child(options.child, options.store, options.tokens)
         return
-    from kvdb.layout import LayerSpec, TensorSpec
-    from tests.bench.restore_speed import DIM, HEADS, LAYERS, fill
+    from tests.bench.restore_speed import fill
 
-    tensors = tuple(TensorSpec(n, "F32", (1, HEADS, DIM), 2) for n in ("keys", "values"))
-    layout = Layout((LayerSpec("KVCache", tensors),) * LAYERS)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "store"
-        fill(path, layout, np.arange(options.tokens, dtype=np.uint32))
+        fill(path, np.arange(options.tokens, dtype=np.uint32))
         times: dict[str, list[float]] = {"plain": [], "kvdb": [], "plain again": []}
         for _ in range(options.rounds):
             for name in times:
