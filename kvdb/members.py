@@ -31,6 +31,7 @@ from kvdb.reader import Damaged, Location, empty_bytes
 from kvdb.shards import (
     CHECKSUM_BYTES,
     HEADER_CAP_BYTES,
+    MALFORMED,
     MAX_DEPTH,
     Bytes,
     NamespaceRecord,
@@ -280,16 +281,7 @@ def parse_member(data: bytes | memoryview | Bytes, record: NamespaceRecord) -> M
         head, described = _read_head(view)
         member = _member(view[len(head) :], described, record)
         canonical = _head(member)
-    except (
-        KeyError,
-        IndexError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        UsageError,
-        OverflowError,
-        RecursionError,
-    ) as error:
+    except MALFORMED as error:
         raise IntegrityError(f"A block's description is wrong ({type(error).__name__}).") from error
     # What is said twice, in another order, or beside the format would not be written again.
     if canonical != head:

@@ -42,6 +42,17 @@ HEADER_BYTES_PER_PART = 260
 CHECKSUM_BYTES = 16
 MAX_DEPTH = 1 << 31
 ORIGINS = ("prefill", "decode", "import")
+# What a description raises that says something else than was meant.
+MALFORMED = (
+    KeyError,
+    IndexError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    UsageError,
+    OverflowError,
+    RecursionError,
+)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -284,16 +295,7 @@ def read_shard_content(path: Path) -> ShardContent:
             file.seek(base + start)
             tokens = np.frombuffer(file.read(end - start), dtype="<u4")
             blocks = tuple(_blocks(document, header, tokens, namespace, base))
-        except (
-            KeyError,
-            IndexError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            UsageError,
-            OverflowError,
-            RecursionError,
-        ) as error:
+        except MALFORMED as error:
             raise IntegrityError(f"A shard's description is wrong: {error!r}.") from error
     return ShardContent(namespace, blocks, size)
 

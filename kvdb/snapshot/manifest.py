@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvdb.codecs import CODECS
-from kvdb.errors import IntegrityError, SnapshotRejected, UsageError
+from kvdb.errors import IntegrityError, SnapshotRejected
 from kvdb.identity import canonical_json
-from kvdb.shards import NamespaceRecord
+from kvdb.shards import MALFORMED, NamespaceRecord
 
 FORMAT = 1
 KIND = "kvdb snapshot"
@@ -101,16 +101,7 @@ class Manifest:
                 )
             manifest = _parse(document)
             canonical = manifest.encode()
-        except (
-            KeyError,
-            IndexError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            OverflowError,
-            RecursionError,
-            UsageError,
-        ) as error:
+        except MALFORMED as error:
             raise SnapshotRejected(
                 f"The snapshot's manifest is wrong ({type(error).__name__})."
             ) from error
