@@ -36,7 +36,7 @@ BOMBS = {
     "window frames": "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t WHERE n < "
     "99999) SELECT sum(length(x)) FROM (SELECT group_concat(hex(n)) OVER (ORDER BY n) AS x FROM t)",
     "wide frames": "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t WHERE n < "
-    "99999) SELECT max(n) OVER (ROWS BETWEEN 99999 PRECEDING AND 99999 FOLLOWING) FROM t",
+    "9999999) SELECT max(n) OVER (ROWS BETWEEN 9999999 PRECEDING AND 9999999 FOLLOWING) FROM t",
     "json array": COUNT + "SELECT json_group_array(json_object('n', n, 'x', hex(n))) FROM t",
     "json tree": GROW.replace("'ab'", "'[1,[2,[3]]],'").format(10) + "SELECT count(*) FROM t, "
     "json_tree('[' || x || '1]') a, json_tree('[' || x || '1]') b, json_tree('[' || x || '1]') c",
