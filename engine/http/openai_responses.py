@@ -7,10 +7,10 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict
@@ -36,6 +36,9 @@ from kvdb.responses import (
     find_response,
     keep_response,
 )
+from kvdb.store import Store
+
+T = TypeVar("T")
 
 log = logging.getLogger("kvdb.http")
 router = Router("inference", prefix="/v1", tags=["OpenAI"], route_class=route_class(openai_error))
@@ -114,31 +117,26 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
 @router.get("/responses/{response_id}")
 async def get_response(response_id: str, request: Request) -> Response:
     """A response that was kept."""
-    service: Service = request.app.state.service
-    tenant = read_wishes(request.headers, None, caller_of(request)).tenant
-    found = None
-    if service.store is not None and ID.fullmatch(response_id):
-        found = await asyncio.to_thread(find_response, service.store, response_id, tenant)
-    if found is None:
-        raise NotServed(_none(response_id))
+    found = await _kept(request, response_id, find_response)
     return Response(found, media_type="application/json")
 
 
 @router.delete("/responses/{response_id}")
 async def forget_response(response_id: str, request: Request) -> Response:
     """Forget a response that was kept."""
-    service: Service = request.app.state.service
-    tenant = read_wishes(request.headers, None, caller_of(request)).tenant
-    gone = False
-    if service.store is not None and ID.fullmatch(response_id):
-        gone = await asyncio.to_thread(delete_response, service.store, response_id, tenant)
-    if not gone:
-        raise NotServed(_none(response_id))
+    await _kept(request, response_id, delete_response)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
-def _none(response_id: str) -> str:
-    return f"There is no response {response_id[:80]!r} here."
+async def _kept(request: Request, response_id: str, action: Callable[[Store, str, str], T]) -> T:
+    """What ``action`` says of a response of the caller's tenant. Raises NotServed for none."""
+    service: Service = request.app.state.service
+    tenant = read_wishes(request.headers, None, caller_of(request)).tenant
+    if service.store is not None and ID.fullmatch(response_id):
+        found = await asyncio.to_thread(action, service.store, response_id, tenant)
+        if found:
+            return found
+    raise NotServed(f"There is no response {response_id[:80]!r} here.")
 
 
 # -- what is asked -------------------------------------------------------------------------------
