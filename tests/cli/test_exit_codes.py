@@ -266,7 +266,7 @@ def test_a_store_of_an_older_program_asks_for_migrate(run: Run, path: Path) -> N
     for verb in READERS:
         done = run(*verb)
         assert (done.returncode, "run kvdb migrate" in one_sentence(done)) == (13, True)
-    assert run("migrate").stdout == "0002_history\n0003_serving\n0004_remotes\n"
+    assert run("migrate").stdout == "0002_history\n0003_serving\n0004_remotes\n0005_sharing\n"
     assert all(run(*verb).returncode == 0 for verb in READERS)
 
 

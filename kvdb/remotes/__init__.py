@@ -1,0 +1,1 @@
+"""Remotes: places on a network where machines share blocks."""
