@@ -276,13 +276,13 @@ def _open_read_only(root: Path, options: Options, environment: Environment) -> S
 
 def _attach_remotes(store: Store, committer: Committer | None) -> None:
     """Use the remotes that the store knows; none of them is opened now."""
-    from kvdb.remotes.configs import list_remotes
+    from kvdb.remotes.configs import load_specs
     from kvdb.remotes.tier import attach
 
     with store.database.read() as connection:
-        saved = list_remotes(connection)
-    if saved:
-        store.remotes = attach(store, saved)
+        specs = load_specs(connection)
+    if specs:
+        store.remotes = attach(store, specs)
         if committer is not None:
             committer.announce = store.remotes.stored
 

@@ -36,7 +36,7 @@ MAX_ERROR = 500
 class Counters:
     """``totals`` are what this process has counted."""
 
-    def __init__(self, remote_id: int | None, rates: Rates) -> None:
+    def __init__(self, remote_id: int, rates: Rates) -> None:
         self._id = remote_id
         self._rates = rates
         self._new: Counter[str] = Counter()
@@ -65,7 +65,7 @@ class Counters:
             new, self._new = self._new, Counter()
             error, self._error = self._error, None
             down_until = self._down_until
-        if self._id is None:
+        if not self._id:
             return
         rates = (self._rates.round_trip_ms, self._rates.bytes_per_second)
         counts = [new[name] for name in COUNTS]

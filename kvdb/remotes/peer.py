@@ -22,7 +22,7 @@ from kvdb.remotes.remote import Put, Remote
 from kvdb.shards import NamespaceRecord
 
 if TYPE_CHECKING:
-    from kvdb.remotes.configs import SavedRemote
+    from kvdb.remotes.configs import RemoteSpec
 
 log = logging.getLogger("kvdb.remotes")
 
@@ -51,23 +51,22 @@ class Peer:
 
     def __init__(
         self,
-        saved: SavedRemote,
+        spec: RemoteSpec,
         opener: Callable[[], Remote],
         clock: Clock,
         rates: Rates,
         changed: Callable[[], None],
     ) -> None:
-        self.saved = saved
-        self.name = saved.name
-        self.reads = saved.reads
-        self.writes = saved.writes
-        self.budget_seconds = saved.budget_ms / 1e3
-        self.salted = str(saved.options.get("salted", "")).lower() in ("1", "true", "yes", "on")
+        self.spec = spec
+        self.name = spec.name
+        self.reads = spec.reads
+        self.writes = spec.writes
+        self.budget_seconds = spec.budget_ms / 1e3
         self.rates = rates
-        self.counters = Counters(saved.id, rates)
+        self.counters = Counters(spec.id, rates)
         self.breaker = Breaker(clock.environment.seconds, clock.jitter)
-        self.asking = Crew(f"kvdb-ask-{saved.name}", ASKING)
-        self.fetching = Crew(f"kvdb-fetch-{saved.name}", FETCHING)
+        self.asking = Crew(f"kvdb-ask-{spec.name}", ASKING)
+        self.fetching = Crew(f"kvdb-fetch-{spec.name}", FETCHING)
         self._clock = clock.environment
         self._opener = opener
         self._changed = changed
@@ -80,7 +79,7 @@ class Peer:
 
     def serves(self, record: NamespaceRecord) -> bool:
         """Tenants' own namespaces are shared only where that is asked for."""
-        return self.salted or not record.salt
+        return self.spec.config.salted or not record.salt
 
     def open(self) -> Remote:
         """The remote, opened on first use. Raises KvdbError where it cannot be."""

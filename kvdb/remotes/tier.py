@@ -30,7 +30,7 @@ from kvdb.remotes.remote import Remote
 if TYPE_CHECKING:
     from kvdb.match import Match
     from kvdb.members import Member
-    from kvdb.remotes.configs import SavedRemote
+    from kvdb.remotes.configs import RemoteSpec
     from kvdb.sequences import Sequence as Running
     from kvdb.store import Store
 
@@ -51,7 +51,7 @@ class Tier:
     def __init__(
         self,
         store: Store,
-        remotes: Sequence[tuple[SavedRemote, Callable[[], Remote]]],
+        remotes: Sequence[tuple[RemoteSpec, Callable[[], Remote]]],
         *,
         clock: Clock | None = None,
         idle_seconds: float = IDLE_SECONDS,
@@ -66,16 +66,16 @@ class Tier:
         clock = clock or Clock(store.environment)
         self._environment = clock.environment
         with store.database.read() as connection:
-            rows = [connection.execute(RATES, (saved.id,)).fetchone() for saved, _ in remotes]
+            rows = [connection.execute(RATES, (spec.id,)).fetchone() for spec, _ in remotes]
         self.peers = [
             Peer(
-                saved,
+                spec,
                 opener,
                 clock,
                 Rates(self._environment.seconds, *(row or (None, None))),
                 self._changed,
             )
-            for (saved, opener), row in zip(remotes, rows, strict=True)
+            for (spec, opener), row in zip(remotes, rows, strict=True)
         ]
         writes = not store.read_only
         self._behind = [Behind(store, peer) for peer in self.peers if peer.writes and writes]
@@ -155,6 +155,6 @@ class Tier:
             peer.counters.write(connection)
 
 
-def attach(store: Store, saved: Sequence[SavedRemote], **options: Any) -> Tier:
+def attach(store: Store, specs: Sequence[RemoteSpec], **options: Any) -> Tier:
     """A tier of these remotes; each is opened when it is first needed."""
-    return Tier(store, [(each, partial(open_remote, each.config())) for each in saved], **options)
+    return Tier(store, [(spec, partial(open_remote, spec.config)) for spec in specs], **options)
