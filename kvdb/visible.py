@@ -30,7 +30,7 @@ class Incoming:
 def missing_parts(connection: Connection, block: Incoming, names: Collection[str]) -> list[str]:
     """Which of these parts the store lacks, or must replace by exact ones."""
     row = index.find_block(connection, block.hash)
-    if row is None or _replaces(block, row):
+    if row is None or _replaces(connection, block, row):
         return list(names)
     if row.state == "live" and row.exact and not block.exact:
         return []  # inexact logits under an exact row would be sampled from in exact mode
@@ -38,11 +38,21 @@ def missing_parts(connection: Connection, block: Incoming, names: Collection[str
     return [name for name in names if name not in have]
 
 
-def _replaces(block: Incoming, row: index.BlockRow) -> bool:
-    """An exact block replaces its inexact twin, or one of another build."""
-    return (
-        block.exact and row.state == "live" and not (row.exact and row.build_id == block.build_id)
-    )
+def _replaces(connection: Connection, block: Incoming, row: index.BlockRow) -> bool:
+    """An exact block replaces its inexact twin, or one of another build; any block replaces one of
+    a build that is not compatible, which nobody here may use."""
+    if row.state != "live" or (row.build_id == block.build_id and row.exact >= block.exact):
+        return False
+    if block.exact:
+        return not (row.exact and row.build_id == block.build_id)
+    return row.build_id != block.build_id and _is_incompatible(connection, row.build_id)
+
+
+def _is_incompatible(connection: Connection, build_id: int | None) -> bool:
+    if build_id is None:
+        return False
+    row = connection.execute("SELECT verdict FROM builds WHERE id = ?", (build_id,)).fetchone()
+    return row is not None and row[0] == "incompatible"
 
 
 class Visible:
@@ -70,14 +80,15 @@ class Visible:
         names = {part.part for part in block.parts} if block is not None else set()
         whole = names.issuperset(incoming.layout.required)
         if row is not None and row.state == "live":
-            if (row.exact and not incoming.exact) or (_replaces(incoming, row) and not whole):
+            replaces = _replaces(connection, incoming, row)
+            if (row.exact and not incoming.exact and not replaces) or (replaces and not whole):
                 return row.id, False  # inexact parts, or some of another build, must not mix in
-            if block is not None and _replaces(incoming, row):
+            if block is not None and replaces:
                 self.emptied += [s for (s,) in connection.execute(index.BLOCK_SHARDS, (row.id,))]
                 connection.execute(index.DELETE_PARTS, (row.id,))
                 connection.execute(
-                    "UPDATE blocks SET exact = 1, build_id = ? WHERE id = ?",
-                    (incoming.build_id, row.id),
+                    "UPDATE blocks SET exact = ?, build_id = ?, origin = ? WHERE id = ?",
+                    (int(incoming.exact), incoming.build_id, incoming.origin, row.id),
                 )
             return row.id, self._insert_parts(row.id, shard_id, block)
         if block is None or not whole:

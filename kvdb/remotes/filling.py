@@ -33,6 +33,7 @@ class Filling:
         self._settled: dict[ObjectName, Member | None] = {}
         self._mutex = threading.Lock()
         self._ids: dict[str, int] = {}
+        self._early: dict[int, list[Member]] = {}
         self._provenance: dict[int, tuple[bool, int | None]] = {}
         self.tickets: list[Ticket] = []
 
@@ -48,12 +49,24 @@ class Filling:
             while self._at < len(self._order) and self._order[self._at] in self._settled:
                 found = self._settled.pop(self._order[self._at])
                 self._at += 1
-                if found is not None:
-                    ready.append(found)
+                ready += self._in_order(found)
             try:
                 self._put(ready)
             except KvdbError as error:
                 log.warning("what came from a remote is not stored: %s", error)
+
+    def _in_order(self, member: Member | None) -> list[Member]:
+        """What can be put now: a part that came before its block, such as logits, waits for it."""
+        if member is None:
+            return []
+        if member.is_whole:
+            return [member, *self._early.pop(member.depth, ())]
+        blocks = self._match.blocks
+        here = member.depth < len(blocks) and blocks[member.depth].live
+        if here or member.depth in self._provenance:
+            return [member]
+        self._early.setdefault(member.depth, []).append(member)
+        return []
 
     def _put(self, members: Sequence[Member]) -> None:
         run: list[Payload] = []
