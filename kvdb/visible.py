@@ -32,31 +32,46 @@ def missing_parts(connection: Connection, block: Incoming, names: Collection[str
     row = index.find_block(connection, block.hash)
     if row is None or _replaces(connection, block, row):
         return list(names)
-    if row.state == "live" and row.exact and not block.exact:
-        return []  # inexact logits under an exact row would be sampled from in exact mode
+    if not _may_mix(connection, block, row):
+        return []
     have = {part for part, *_ in connection.execute(index.BLOCK_PARTS, (row.id,))}
     return [name for name in names if name not in have]
 
 
 def _replaces(connection: Connection, block: Incoming, row: index.BlockRow) -> bool:
-    """An exact block replaces its inexact twin, or one of another build; any block replaces one of
-    a build that is not compatible, which nobody here may use."""
-    if row.state != "live" or (row.build_id == block.build_id and row.exact >= block.exact):
+    """An exact block replaces its inexact twin, or one of another build. Nobody here may use state
+    of a build that is not compatible: it replaces none, and any other replaces it."""
+    if row.state != "live":
         return False
-    if block.exact:
-        return not (row.exact and row.build_id == block.build_id)
-    return row.build_id != block.build_id and _is_incompatible(connection, row.build_id)
+    if row.build_id != block.build_id:
+        if _verdict(connection, block.build_id) != "compatible":
+            return False
+        if _verdict(connection, row.build_id) == "incompatible":
+            return True
+    return block.exact and not (row.exact and row.build_id == block.build_id)
 
 
-def _is_incompatible(connection: Connection, build_id: int | None) -> bool:
+def _may_mix(connection: Connection, block: Incoming, row: index.BlockRow) -> bool:
+    """Whether parts may be added to a live block that is not replaced. Inexact logits under an
+    exact row would be sampled from in exact mode, and those of a build that was not compared would
+    pass for the row's."""
+    if row.state != "live":
+        return True
+    same = row.build_id == block.build_id
+    trusted = same or _verdict(connection, block.build_id) == "compatible"
+    return trusted and block.exact >= row.exact
+
+
+def _verdict(connection: Connection, build_id: int | None) -> str:
+    """Of a build; one that is not known is unchecked, and none is not to be checked."""
     if build_id is None:
-        return False
+        return "compatible"
     row = connection.execute("SELECT verdict FROM builds WHERE id = ?", (build_id,)).fetchone()
-    return row is not None and row[0] == "incompatible"
+    return "unchecked" if row is None else str(row[0])
 
 
 class Visible:
-    """See the module. ``emptied`` are shards that lost parts to exact twins."""
+    """See the module. ``emptied`` are shards that lost parts to twins that replaced them."""
 
     def __init__(self, connection: Connection, now: int) -> None:
         self._connection = connection
@@ -81,8 +96,8 @@ class Visible:
         whole = names.issuperset(incoming.layout.required)
         if row is not None and row.state == "live":
             replaces = _replaces(connection, incoming, row)
-            if (row.exact and not incoming.exact and not replaces) or (replaces and not whole):
-                return row.id, False  # inexact parts, or some of another build, must not mix in
+            if not whole if replaces else not _may_mix(connection, incoming, row):
+                return row.id, False
             if block is not None and replaces:
                 self.emptied += [s for (s,) in connection.execute(index.BLOCK_SHARDS, (row.id,))]
                 connection.execute(index.DELETE_PARTS, (row.id,))

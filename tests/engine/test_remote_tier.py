@@ -114,3 +114,49 @@ def test_states_windows_and_logits_are_fetched_as_a_plan_needs_them(
         assert remote.stats.restored_tokens == local.stats.restored_tokens > 0
         assert remote.stats.remote_tokens == remote.stats.restored_tokens
         assert equal(local, remote, "max")
+
+
+def objects(team: Path) -> list[Path]:
+    """Blocks' objects in the folder, parents first."""
+    return sorted((f for f in team.rglob("*-*")), key=lambda file: file.name)
+
+
+def damage(file: Path, how: str, other: Path) -> None:
+    data = bytearray(file.read_bytes())
+    if how == "flipped":
+        data[len(data) * 2 // 3] ^= 1
+    elif how == "truncated":
+        data = data[:-100]
+    elif how == "another block":
+        data = bytearray(other.read_bytes())
+    elif how == "too large":
+        data += bytes(1 << 20)
+    else:
+        data = bytearray(b"not a block at all")
+    file.chmod(0o600)
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "another block", "too large", "foreign"])
+def test_a_wrong_object_is_computed_and_replaced(
+    tmp_path: Path, team: Path, machine: Machine, make_engine: Any, how: str
+) -> None:
+    model = write_model(tmp_path / "model")
+    here, there = machine("a"), machine("b")
+    cold = run(make_engine(here, model, block_tokens=32), PROMPT, max_tokens=12)
+    shared(here)
+    bodies = [file for file in objects(team) if file.suffix == ""]
+    damage(bodies[2], how, bodies[1])
+    first = run(make_engine(there, model, block_tokens=32), PROMPT, max_tokens=12)
+    assert first.ids == cold.ids
+    assert difference(first.logits, cold.logits) <= 1e-4
+    assert first.stats.refilled_tokens + first.stats.computed_tokens >= 32
+    assert row(there)["remote_decision"] == "failed"
+    peer = tier_of(there).peer("team")
+    assert peer.counters.totals["rejected"] == 1
+    # Whoever computed it puts the right one in its place.
+    shared(there)
+    assert there.verify(data=True).ok
+    third = run(make_engine(machine("c"), model, block_tokens=32), PROMPT, max_tokens=12)
+    assert (third.stats.skip, third.stats.remote_tokens) == ("full", len(PROMPT))
+    assert third.ids == cold.ids
