@@ -12,6 +12,8 @@ import pytest
 from tiny_model import Run, prompt_tokens, run, write_model
 
 import kvdb
+from engine import End, Engine, Request, Sampling, Token
+from kvdb.explain import explain_request
 from kvdb.remotes.configs import new_spec, save_spec
 from kvdb.remotes.registry import open_remote
 from kvdb.remotes.remote import (
@@ -25,7 +27,6 @@ from kvdb.remotes.remote import (
     RemoteUnreachable,
 )
 from kvdb.remotes.tier import Tier
-from kvdb.store import Store
 
 PROMPT = prompt_tokens(300)
 BLOCK = 32
@@ -113,6 +114,12 @@ class World:
         return dict(zip(result.columns, result.rows[0], strict=True))
 
 
+def run_to_end(engine: Engine, **options: Any) -> End:
+    events = list(engine.generate(Request(tokens=PROMPT, max_tokens=4, **options)))
+    assert isinstance(events[-1], End)
+    return events[-1]
+
+
 @pytest.fixture
 def world(tmp_path: Path, make_engine: Any) -> Iterator[World]:
     made = World(tmp_path, make_engine)
@@ -151,6 +158,21 @@ def test_a_remote_that_hangs_in_the_middle(world: World) -> None:
     assert world.ask().stats.skip == "full"
 
 
+def test_a_request_that_ends_while_it_fetches(world: World) -> None:
+    release = threading.Event()
+    with kvdb.open(world.folder / "c", min_free_bytes=0) as store:
+        inner = open_remote(RemoteConfig("team", world.url))
+        hanging = Faulty(inner, got=lambda count: release.wait(30) and None)
+        store.remotes = Tier(store, [(world.spec, lambda: hanging)], idle_seconds=20)
+        engine = world._make_engine(store, world.model, block_tokens=BLOCK)
+        ended = run_to_end(engine, deadline_ms=400)
+        assert ended.reason == "deadline"
+        assert ended.stats.total_ms < 5000
+        release.set()
+        assert run_to_end(engine).reason == "length"
+        engine.close()
+
+
 def test_a_question_that_hangs_costs_its_budget(world: World) -> None:
     release = threading.Event()
     faulty: list[Faulty] = []
@@ -182,6 +204,10 @@ def test_loading_that_is_slower_than_computing_is_left_alone(world: World) -> No
     told = world.row()
     assert (told["remote"], told["remote_decision"]) == ("team", "recomputed")
     assert told["load_estimate_ms"] > told["compute_estimate_ms"] > 0
+    words = explain_request(world.store, told["id"]).lines()
+    assert any(line.startswith("Remote: team has more of it") for line in words)
+    history = "SELECT remote, remote_decision, remote_tokens FROM hit_history WHERE id = ?"
+    assert world.store.sql(history, (told["id"],)).rows == [("team", "recomputed", 0)]
 
 
 def test_a_read_only_store_uses_what_it_cannot_keep(world: World, make_engine: Any) -> None:
@@ -197,8 +223,6 @@ def test_a_read_only_store_uses_what_it_cannot_keep(world: World, make_engine: A
 
 def test_others_decode_while_one_fetches(world: World) -> None:
     """The MLX thread never waits for a network."""
-    from engine import Request, Sampling, Token
-
     fetching, release = threading.Event(), threading.Event()
 
     def hold(_: int) -> None:
