@@ -72,7 +72,8 @@ class Accounts:
         if self.match is not None:
             blocks = [self.match.blocks[index] for index in steps.reads]
             used = [block.id for block in blocks if block.id >= 0]
-            self.remote.tokens = sum(b.token_count for b in blocks if b.index in self.remote_blocks)
+            remote = sum(block.token_count for block in blocks if block.index in self.remote_blocks)
+            self.remote.tokens = min(remote, self.restored)
             if steps.shared and self.match.shared is not None:
                 used.append(self.match.shared.block.id)
             self._touched = tuple(used)
