@@ -201,6 +201,10 @@ class Accounts:
             return "damaged"
         if self.match is None or self.shared:
             return None
+        if self.remote.decision == "loaded" and self._skip == "full":
+            return None  # all of it was there, if not here
+        if self.remote.decision == "failed":
+            return self.match.miss_reason
         # Blocks are there that no plan could use: no state, or no window, is stored at their end.
         if self._covered + block_tokens < self.match.live_prefix_tokens:
             return "no_boundary"

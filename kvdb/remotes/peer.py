@@ -6,7 +6,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,6 +31,7 @@ ASKING, FETCHING = 2, 2
 # How long an answer is believed. What turned out to be wrong is not fetched again for long.
 ABSENT_SECONDS, PRESENT_SECONDS, BAD_SECONDS = 5.0, 60.0, 600.0
 MAX_KNOWN = 100_000
+CLOSE_SECONDS = 1.0
 
 
 class _Known(NamedTuple):
@@ -93,7 +94,10 @@ class Peer:
         self.fetching.close()
         remote, self._remote = self._remote, None
         if remote is not None:
-            remote.close()
+            closing = Crew(f"kvdb-close-{self.name}", 1)
+            with suppress(Exception):  # it is given up in any case
+                closing.submit(remote.close).result(CLOSE_SECONDS)
+            closing.close()
 
     @contextmanager
     def watched(self) -> Iterator[Remote]:

@@ -85,10 +85,15 @@ class Tier:
 
     # -- reading -----------------------------------------------------------------------------
 
-    def ask(self, match: Match) -> Question | None:
-        """Ask all remotes for what of a prompt is not here; None where there is nobody to ask."""
+    def ask(self, match: Match, worth_ms: float | None = None) -> Question | None:
+        """Ask all remotes for what of a prompt is not here; None where there is nobody to ask, or
+        nobody who answers within ``worth_ms``, which it takes to compute it all."""
         record = self._store.describe(match.namespace)
-        peers = [peer for peer in self.peers if peer.reads and peer.serves(record)]
+        peers = [
+            peer
+            for peer in self.peers
+            if peer.reads and peer.serves(record) and peer.rates.worth_asking(worth_ms)
+        ]
         return Question(peers, record, match, self._environment) if peers else None
 
     def fetching(
