@@ -31,9 +31,12 @@ def missing() -> str | None:
     if os.geteuid() != 0:
         return "making network namespaces takes root"
     name = f"kvdb-{uuid.uuid4().hex[:8]}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    subprocess.run(["ip", "netns", "del", name], capture_output=True)
-    return made.stderr.strip() or None
+    try:
+        run("ip", "netns", "add", name)
+    except subprocess.CalledProcessError as error:
+        return str(error.stderr).strip()
+    run("ip", "netns", "del", name)
+    return None
 
 
 @dataclass(frozen=True)
