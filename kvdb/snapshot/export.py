@@ -98,7 +98,7 @@ def export_snapshot(
         run.report.sequences = len(plan.manifest.sequences)
         return run.report
     started = store.environment.now_us()
-    with _held(store, plan):
+    with held(store, plan):
         if not isinstance(target, Path):
             _pour(run.buffers(), target, seal)
         else:
@@ -204,7 +204,7 @@ class _Export:
 
 
 @contextmanager
-def _held(store: Store, plan: Plan) -> Iterator[None]:
+def held(store: Store, plan: Plan) -> Iterator[None]:
     """Hold every chain, so that none is evicted while it is written. Where the store cannot be
     written nothing is held, and what others evict meanwhile is left out."""
     holds: list[HeldSequence] = []
