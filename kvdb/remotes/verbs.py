@@ -56,7 +56,7 @@ class Sharing:
                         raise RemoteRefused(f"{step.name} does not work there: {step.problem}")
         return save_spec(store, spec)
 
-    def remotes(self) -> list[RemoteSpec]:
+    def list_remotes(self) -> list[RemoteSpec]:
         """All remotes, by name."""
         from kvdb.remotes.configs import load_specs
 
