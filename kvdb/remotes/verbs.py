@@ -10,6 +10,7 @@ from kvdb.errors import UsageError
 
 if TYPE_CHECKING:
     from kvdb.remotes.configs import RemoteSpec
+    from kvdb.remotes.probe import Step
     from kvdb.remotes.remote import Remote
     from kvdb.remotes.report import PullReport, PushReport, SyncReport
     from kvdb.snapshot.selection import Selection
@@ -69,6 +70,16 @@ class Sharing:
 
         with cast("Store", self).database.read() as connection:
             return named_or_at(connection, name)
+
+    def check_remote(self, name: str) -> list[Step]:
+        """Try what a remote (a name or a URL) is for. Raises RemoteError where it cannot even be
+        opened."""
+        from kvdb.remotes.probe import probe
+
+        spec = self.find_remote(name)
+        seconds = cast("Store", self).environment.seconds
+        with _open(spec) as remote:
+            return list(probe(remote, seconds, reads=spec.reads, writes=spec.writes))
 
     def remove_remote(self, name: str) -> None:
         """Forget a remote; what it holds stays there. Raises StoreMissing."""
