@@ -72,7 +72,7 @@ def pull_blocks(
     except RemoteError as error:
         if not (report.stored or report.present):
             raise
-        report.stopped = str(error)
+        report.stopped, report.broken = str(error), True
     return report
 
 

@@ -76,9 +76,10 @@ def push_blocks(
     except RemoteError as error:
         if not (report.stored or report.present):
             raise
-        report.stopped = str(error)
+        report.stopped, report.broken = str(error), True
     if report.failed and not report.stopped:
         report.stopped = f"{report.failed} objects could not be stored there."
+        report.broken = True
     return report
 
 

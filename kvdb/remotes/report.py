@@ -16,12 +16,13 @@ INTERRUPTED = "Interrupted."
 class _Report:
     """``rejected`` objects were not what their keys say; ``named`` are the first of them, and why.
     ``salted`` namespaces were left out because they are a tenant's own. ``stopped`` says why it
-    ended early; what was done until then stays."""
+    ended early, ``broken`` whether the remote is why; what was done until then stays."""
 
     rejected: int = 0
     named: dict[str, str] = field(default_factory=dict)
     salted: int = 0
     stopped: str = ""
+    broken: bool = False
 
     def reject(self, key: str, why: str) -> None:
         self.rejected += 1

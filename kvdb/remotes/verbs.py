@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from kvdb.errors import UsageError
 
@@ -117,10 +117,10 @@ class Sharing:
                 spec,
                 opened,
                 _selection(spec, sequences, where, model, max_bytes),
-                verify,
-                dry_run,
-                progress,
-                stopped,
+                verify=verify,
+                dry_run=dry_run,
+                progress=progress,
+                stopped=stopped,
             )
 
     def pull(
@@ -145,7 +145,14 @@ class Sharing:
             raise UsageError(f"The remote {spec.name!r} is not to be read (--no-read).")
         with _open(spec) as opened:
             return _pull(
-                cast("Store", self), spec, opened, model, evict, dry_run, progress, stopped
+                cast("Store", self),
+                spec,
+                opened,
+                model=model,
+                evict=evict,
+                dry_run=dry_run,
+                progress=progress,
+                stopped=stopped,
             )
 
     def sync(
@@ -163,14 +170,14 @@ class Sharing:
         store = cast("Store", self)
         spec = self.find_remote(remote)
         report = SyncReport(None, None)
+        how: dict[str, Any] = {"dry_run": dry_run, "progress": progress, "stopped": stopped}
         with _open(spec) as opened:
             if spec.writes:
                 chosen = _selection(spec, (), None, None, None)
-                report.push = _push(store, spec, opened, chosen, False, dry_run, progress, stopped)
-                if report.push.stopped == INTERRUPTED:
-                    return report
-            if spec.reads:
-                report.pull = _pull(store, spec, opened, None, evict, dry_run, progress, stopped)
+                report.push = _push(store, spec, opened, chosen, **how)
+            interrupted = report.push is not None and report.push.stopped == INTERRUPTED
+            if spec.reads and not interrupted:
+                report.pull = _pull(store, spec, opened, evict=evict, **how)
         return report
 
 
@@ -197,47 +204,52 @@ def _open(spec: RemoteSpec) -> Iterator[Remote]:
 
 
 def _push(
-    store: Store,
-    spec: RemoteSpec,
-    remote: Remote,
-    selection: Selection,
-    verify: bool,
-    dry_run: bool,
-    progress: Progress | None,
-    stopped: Stopped,
+    store: Store, spec: RemoteSpec, remote: Remote, selection: Selection, **how: Any
 ) -> PushReport:
+    from kvdb.remotes.configs import count_transfer
     from kvdb.remotes.push import push_blocks
 
-    return push_blocks(
-        store,
-        remote,
-        selection,
-        verify=verify,
-        dry_run=dry_run,
-        progress=progress,
-        stopped=stopped,
-    )
+    with _noted(store, spec):
+        report = push_blocks(store, remote, selection, **how)
+    if not how["dry_run"]:
+        count_transfer(
+            store,
+            spec,
+            put=(report.stored, report.nbytes),
+            present=report.present,
+            rejected=report.rejected,
+            failed=report.failed,
+            error=report.stopped if report.broken else "",
+        )
+    return report
 
 
-def _pull(
-    store: Store,
-    spec: RemoteSpec,
-    remote: Remote,
-    model: str | None,
-    evict: bool,
-    dry_run: bool,
-    progress: Progress | None,
-    stopped: Stopped,
-) -> PullReport:
+def _pull(store: Store, spec: RemoteSpec, remote: Remote, **how: Any) -> PullReport:
+    from kvdb.remotes.configs import count_transfer
     from kvdb.remotes.pull import pull_blocks
 
-    return pull_blocks(
-        store,
-        remote,
-        model=model,
-        salted=spec.config.salted,
-        evict=evict,
-        dry_run=dry_run,
-        progress=progress,
-        stopped=stopped,
-    )
+    with _noted(store, spec):
+        report = pull_blocks(store, remote, salted=spec.config.salted, **how)
+    if not how["dry_run"]:
+        count_transfer(
+            store,
+            spec,
+            got=(report.got, report.nbytes),
+            rejected=report.rejected,
+            error=report.stopped if report.broken else "",
+        )
+    return report
+
+
+@contextlib.contextmanager
+def _noted(store: Store, spec: RemoteSpec) -> Iterator[None]:
+    """What a remote raises is kept in its row, too."""
+    from kvdb.remotes.configs import count_transfer
+    from kvdb.remotes.remote import RemoteError
+
+    try:
+        yield
+    except RemoteError as error:
+        if not store.read_only:
+            count_transfer(store, spec, failed=1, error=str(error))
+        raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,20 +36,37 @@ CONTENT = (
 BLOCKS, OBJECTS = 14, 14 + 1 + 2
 
 
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store ``a`` with two chains, and a folder ``nas`` that it was pushed into; closed."""
+    folder = tmp_path_factory.mktemp("template")
+    (folder / "nas").mkdir()
+    with kvdb.open(folder / "a", min_free_bytes=0) as a:
+        fill(a)
+        a.push((folder / "nas").as_uri())
+    return folder
+
+
 @pytest.fixture
-def there(tmp_path: Path) -> Path:
-    """The remote's folder."""
-    folder = tmp_path / "nas"
+def there(tmp_path: Path, template: Path) -> Path:
+    """The remote's folder, with all that ``team`` has."""
+    return shutil.copytree(template / "nas", tmp_path / "nas")
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Path:
+    """A remote's folder with nothing in it."""
+    folder = tmp_path / "empty"
     folder.mkdir()
     return folder
 
 
 @pytest.fixture
-def team(store: Store, there: Path) -> Store:
+def team(tmp_path: Path, template: Path, there: Path) -> Iterator[Store]:
     """A store with two chains, and the remote ``team``."""
-    fill(store)
-    store.add_remote("team", there.as_uri())
-    return store
+    with kvdb.open(shutil.copytree(template / "a", tmp_path / "a")) as a:
+        a.add_remote("team", there.as_uri())
+        yield a
 
 
 @pytest.fixture
@@ -72,11 +90,12 @@ def objects(there: Path, depth: int | None = None, suffix: str = "") -> list[Pat
 
 
 def test_what_one_has_the_other_gets(
-    team: Store, b: Store, there: Path, monkeypatch: pytest.MonkeyPatch
+    team: Store, b: Store, empty: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(windows, "WINDOW_OBJECTS", 4)
     monkeypatch.setattr(push, "PUT_OBJECTS", 3)
     monkeypatch.setattr(push, "ASK_BLOCKS", 5)
+    url = empty.as_uri()
     namespace = open_namespace(team)
     build = team.build(namespace, "sha-of-a-build", {"device": "cpu"})
     tokens = random_tokens(0, 130)  # shares its first 100 with what fill() stored
@@ -86,15 +105,14 @@ def test_what_one_has_the_other_gets(
     ).wait(30)
     assert put.dropped == 0
 
-    dry = team.push("team", dry_run=True)
+    dry = team.push(url, dry_run=True)
     assert (dry.blocks, dry.stored) == (BLOCKS + 3, OBJECTS + 4)
-    assert not objects(there)
-    pushed = team.push("team")
+    assert not objects(empty)
+    pushed = team.push(url)
     assert (pushed.blocks, pushed.stored, pushed.stopped) == (BLOCKS + 3, OBJECTS + 4, "")
-    again = team.push("team")
+    again = team.push(url)
     assert (again.stored, again.present) == (0, OBJECTS + 4)
 
-    url = there.as_uri()
     dry_pull = b.pull(url, dry_run=True)
     assert (dry_pull.blocks, dry_pull.stored) == (BLOCKS + 3, BLOCKS + 3)
     assert content(b) == []
@@ -169,7 +187,6 @@ def test_tenants_own_state_stays_unless_it_is_to_be_shared(
 
 
 def test_foreign_objects_are_passed_over(team: Store, b: Store, there: Path) -> None:
-    team.push("team")
     for name in ("readme.txt", "v1/photo.jpg", "v1/ab/cd/other-thing", "v2/x/y"):
         (there / name).parent.mkdir(parents=True, exist_ok=True)
         (there / name).write_bytes(b"\0" * 100)
@@ -195,7 +212,6 @@ def pull_bad(b: Store, there: Path, bad: Path) -> PullReport:
 
 @pytest.mark.parametrize("how", ["truncated", "flipped", "swapped", "empty", "long", "deeper"])
 def test_a_bad_object_costs_what_stands_on_it(how: str, team: Store, b: Store, there: Path) -> None:
-    team.push("team")
     bad = objects(there, 3)[0]
     data = bytearray(bad.read_bytes())
     if how == "flipped":
@@ -224,14 +240,12 @@ def test_a_bad_object_costs_what_stands_on_it(how: str, team: Store, b: Store, t
 
 
 def test_a_bad_part_costs_only_itself(team: Store, b: Store, there: Path) -> None:
-    team.push("team")
     bad = objects(there, 6, ".logits")[0]
     bad.write_bytes(bad.read_bytes()[:-3])
     assert pull_bad(b, there, bad).stored == BLOCKS
 
 
 def test_a_bad_description_costs_its_namespace(team: Store, b: Store, there: Path) -> None:
-    team.push("team")
     described = sorted(there.rglob("namespace.json"))
     described[0].write_bytes(described[1].read_bytes())
     pulled = b.pull(there.as_uri())
@@ -241,7 +255,6 @@ def test_a_bad_description_costs_its_namespace(team: Store, b: Store, there: Pat
 
 
 def test_a_missing_parent(team: Store, b: Store, there: Path) -> None:
-    team.push("team")
     objects(there, 2)[0].unlink()
     pulled = b.pull(there.as_uri())
     assert (pulled.stored, pulled.left) == (2 + 7, {"parent_missing": 4})
@@ -261,7 +274,7 @@ def test_a_remote_that_is_not_written_or_read(team: Store, there: Path) -> None:
 
 
 def test_a_full_store_keeps_what_it_has(
-    store: Store, tmp_path: Path, there: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, tmp_path: Path, empty: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "RUN_BYTES", 1 << 20)
 
@@ -272,15 +285,15 @@ def test_a_full_store_keeps_what_it_has(
         put_all(into, namespace, random_tokens(1, 128 * blocks))
 
     chain(store, "theirs", 30)
-    store.push(there.as_uri())
+    store.push(empty.as_uri())
     with kvdb.open(tmp_path / "small", max_bytes=16 << 20, min_free_bytes=0) as small:
         chain(small, "mine", 30)
-        pulled = small.pull(there.as_uri())
+        pulled = small.pull(empty.as_uri())
         assert "max_bytes is too small" in pulled.stopped
         assert pulled.left["no_room"] > 0
         assert len(blocks(small)) == 30 + pulled.stored
         assert small.verify(data=True).ok
-        more = small.pull(there.as_uri(), evict=True)
+        more = small.pull(empty.as_uri(), evict=True)
         assert (more.stored, more.stopped) == (30 - pulled.stored, "")
         assert small.verify(data=True).ok
 
@@ -288,7 +301,6 @@ def test_a_full_store_keeps_what_it_has(
 def test_a_namespace_over_its_quota_leaves_others_their_room(
     team: Store, b: Store, there: Path
 ) -> None:
-    team.push("team")
     first = min(space.fingerprint.hex() for space in team.namespaces())
     b.pull(there.as_uri(), model=first[:16])
     assert len({row[0] for row in content(b)}) == 7
