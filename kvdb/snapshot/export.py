@@ -99,7 +99,7 @@ def export_snapshot(
         )
     run = _Export(store, plan, codec, tokens, progress)
     started = store.environment.now_us()
-    with contextlib.closing(run), _held(store, plan):
+    with contextlib.closing(run), held(store, plan):
         if not isinstance(target, Path):
             _pour(run.buffers(), target, seal)
         else:
@@ -207,7 +207,7 @@ class _Export:
 
 
 @contextmanager
-def _held(store: Store, plan: Plan) -> Iterator[None]:
+def held(store: Store, plan: Plan) -> Iterator[None]:
     """Hold every chain, so that none is evicted while it is written. Where the store cannot be
     written nothing is held, and what others evict meanwhile is left out."""
     holds: list[HeldSequence] = []

@@ -11,11 +11,10 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from kvdb import index
 from kvdb.driver import Connection
 from kvdb.errors import (
     IntegrityError,
@@ -25,9 +24,10 @@ from kvdb.errors import (
     StoreMissing,
     UsageError,
 )
-from kvdb.identity import ROOT_PARENT, canonical_json
+from kvdb.identity import canonical_json
 from kvdb.members import Member, parse_member
 from kvdb.shards import HEADER_CAP_BYTES, Bytes, NamespaceRecord
+from kvdb.snapshot.admission import Admission, block_bytes
 from kvdb.snapshot.arenas import Arenas
 from kvdb.snapshot.known import NamespaceNote, compare_namespaces
 from kvdb.snapshot.manifest import MAX_BYTES as MANIFEST_BYTES
@@ -44,16 +44,10 @@ from kvdb.snapshot.stream import (
     Readable,
     TarReader,
 )
-from kvdb.visible import Incoming, missing_parts
 
 if TYPE_CHECKING:
     from kvdb.store import Store
 
-FIND_BUILD = "SELECT id FROM builds WHERE namespace_id = ? AND digest = ?"
-# A build that this store does not know: no row has this id.
-NO_BUILD = -1
-# What goes into a shard's header must leave it under its cap.
-MAX_EXTRA_BYTES = 64 << 10
 MAX_NAMESPACE_BYTES = 256 << 10
 
 Opener = Callable[[], AbstractContextManager[Readable]]
@@ -109,16 +103,6 @@ def import_snapshot(
             ) from error
     digest = run.look().digest
     return run.store_it(evict=True, expected=digest)
-
-
-class _Parent(NamedTuple):
-    """What a block of this snapshot must be like to stand on another one."""
-
-    depth: int
-    is_full: bool
-    exact: bool
-    build: str | None
-    is_staged: bool
 
 
 class _Import:
@@ -250,8 +234,7 @@ class _Pass:
         self._is_kept = True
         self._arenas = Arenas()
         self._seen: set[bytes] = set()
-        self._parents: dict[tuple[int, bytes], _Parent] = {}
-        self._namespace_ids: list[int | None] = []
+        self._admission = Admission(store)
         self.report = ImportReport()
 
     def close(self) -> None:
@@ -270,9 +253,6 @@ class _Pass:
                 raise SnapshotRejected("The snapshot has a layout too large for a shard's header.")
         with self._store.database.read() as connection:
             self.report.namespaces = compare_namespaces(connection, manifest.namespaces)
-            for record in manifest.namespaces:
-                row = connection.execute(index.FIND_NAMESPACE, (record.fingerprint,)).fetchone()
-                self._namespace_ids.append(None if row is None else row[0])
         while True:
             member = self._next()
             if member.name == SUMS:
@@ -317,10 +297,9 @@ class _Pass:
         self._seen.add(hash_)
         self.report.blocks += 1
         record = manifest.namespaces[number]
-        most = sum(part.nbytes(record.block_tokens) for part in record.layout.parts)
-        if entry.nbytes > most + 2 * HEADER_CAP_BYTES:
+        if entry.nbytes > block_bytes(record) + 2 * HEADER_CAP_BYTES:
             raise SnapshotRejected("The snapshot has a block larger than its layout.")
-        if most > self._store.limit.block_bytes:
+        if not self._admission.fits(record):
             self._digests.known(entry.name, self._reader.skip(entry))
             self.report.incompatible["too_large"] += 1
             return
@@ -333,11 +312,9 @@ class _Pass:
             raise SnapshotRejected(f"The snapshot has a bad block: {error}") from error
         if member.hash != hash_ or not member.is_whole:
             raise SnapshotRejected("The snapshot has a block under another's name, or half of one.")
-        if sum(map(len, member.extra or ())) > MAX_EXTRA_BYTES:
-            raise SnapshotRejected("The snapshot has a block with too many keys beside its tokens.")
         if manifest.tokens and member.tokens is None:
             raise SnapshotRejected("The snapshot's manifest is wrong about its tokens.")
-        self._take(member, number)
+        self._take(member)
 
     def _allocate(self, record: NamespaceRecord, nbytes: int) -> Bytes:
         if self._staging is not None:
@@ -347,79 +324,21 @@ class _Pass:
         self._arenas.swap()
         return self._arenas.room(nbytes)
 
-    def _take(self, member: Member, number: int) -> None:
+    def _take(self, member: Member) -> None:
         """Decide what becomes of a good block."""
-        with self._store.database.read() as connection:
-            parent = self._parent(connection, member, number)
-            if parent is None:
-                self.report.incompatible["parent_missing"] += 1
-                return
-            if parent.depth + 1 != member.depth or not parent.is_full:
-                raise SnapshotRejected("The snapshot has a block that its parent cannot bear.")
-            if not (parent.exact and parent.build in (None, member.build)):
-                member = replace(member, exact=False)
-            names = self._missing(connection, member, number)
-        self._parents[number, member.hash] = _Parent(
-            member.depth,
-            member.token_count == member.record.block_tokens,
-            member.exact,
-            member.build,
-            bool(names),
-        )
-        if not names:
+        try:
+            admitted = self._admission.admit(member)
+        except IntegrityError as error:
+            raise SnapshotRejected(f"The snapshot has a bad block: {error}") from error
+        if admitted == "parent_missing":
+            self.report.incompatible["parent_missing"] += 1
+        elif admitted == "present":
             self.report.present += 1
-            return
-        self.report.new += 1
-        parts = tuple(part for part in member.parts if part.part in names)
-        self.report.nbytes += sum(part.nbytes for part in parts)
-        if self._staging is not None:
-            if not parent.is_staged:
-                self._staging.anchors.add(member.parent)
-            self._staging.add(replace(member, parts=parts))
-            self._is_kept = True
-
-    def _parent(self, connection: Connection, member: Member, number: int) -> _Parent | None:
-        """The block that one stands on, in this snapshot or in the store."""
-        if member.parent == ROOT_PARENT:
-            return _Parent(-1, True, True, None, True)
-        known = self._parents.get((number, member.parent))
-        if known is not None:
-            return known
-        row = index.find_block(connection, member.parent)
-        if row is None or not row.held or row.namespace_id != self._namespace_ids[number]:
-            return None
-        digest = connection.execute(
-            "SELECT digest FROM builds WHERE id = ?", (row.build_id,)
-        ).fetchone()
-        return _Parent(
-            row.depth,
-            row.token_count == member.record.block_tokens,
-            bool(row.exact),
-            None if digest is None else digest[0],
-            False,
-        )
-
-    def _missing(self, connection: Connection, member: Member, number: int) -> list[str]:
-        """Parts that the store lacks, or must replace by exact ones."""
-        names = [part.part for part in member.parts]
-        namespace_id = self._namespace_ids[number]
-        if namespace_id is None:
-            return names
-        build_id = None
-        if member.build is not None:
-            row = connection.execute(FIND_BUILD, (namespace_id, member.build)).fetchone()
-            build_id = NO_BUILD if row is None else row[0]
-        return missing_parts(
-            connection,
-            Incoming(
-                namespace_id,
-                member.record.layout,
-                member.hash,
-                member.parent,
-                member.depth,
-                "import",
-                member.exact,
-                build_id,
-            ),
-            names,
-        )
+        else:
+            self.report.new += 1
+            self.report.nbytes += admitted.member.payload_bytes
+            if self._staging is not None:
+                if admitted.stands_on_stored:
+                    self._staging.anchors.add(admitted.member.parent)
+                self._staging.add(admitted.member)
+                self._is_kept = True
