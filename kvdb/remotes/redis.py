@@ -70,7 +70,9 @@ def parse_address(config: RemoteConfig) -> Address:
     except ValueError:
         port = 0
     if not parts.hostname or not port or parts.query or parts.fragment:
-        raise UsageError(f"{config.url} is no Redis server: write redis://HOST:PORT/DB/PREFIX.")
+        raise UsageError(
+            "A Redis remote's URL is redis://HOST:PORT/DB/PREFIX, and options are beside it."
+        )
     path = [unquote(part) for part in parts.path.split("/") if part]
     db = int(path.pop(0)) if path and path[0].isdecimal() else 0
     return Address(config.name, parts.hostname, port, db, "/".join(path) or DEFAULT_PREFIX)

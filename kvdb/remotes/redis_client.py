@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from redis.client import Redis
 from redis.cluster import RedisCluster
 from redis.exceptions import (
-    BusyLoadingError,
+    AskError,
+    ClusterDownError,
     ConnectionError,
     NoPermissionError,
     OutOfMemoryError,
     RedisClusterException,
     RedisError,
     ResponseError,
+    TimeoutError,
+    TryAgainError,
 )
 
 from kvdb.remotes.redis import Address
@@ -33,6 +36,8 @@ for i, key in ipairs(KEYS) do
 end
 return sizes
 """
+# A command's name, its key, and more.
+Command = tuple[Any, ...]
 T = TypeVar("T")
 
 
@@ -45,6 +50,7 @@ class RedisClient:
         self._address = address
         self._run: Callable[..., Any] = client.execute_command
         self._scripts = isinstance(client, Redis)
+        self._stale = False
 
     def sizes(self, keys: Sequence[str]) -> list[int]:
         """Bytes of each; 0 where there is none, WRONG_TYPE where there is something else than a
@@ -57,8 +63,8 @@ class RedisClient:
 
     def range(self, key: str, start: int, end: int) -> bytes:
         """Bytes from ``start`` up to ``end``; fewer where there are fewer."""
-        piece: bytes = self._call(self._run, "GETRANGE", self._address.key(key), start, end - 1)
-        return piece
+        (piece,) = self._pipeline([("GETRANGE", self._address.key(key), start, end - 1)])
+        return piece if isinstance(piece, bytes) else b""
 
     def strings(self, wanted: Sequence[tuple[str, int]]) -> list[bytes]:
         """The first so many bytes of each key."""
@@ -119,19 +125,40 @@ class RedisClient:
         replies = self._replies([("STRLEN", key) for key in keys])
         return [reply if isinstance(reply, int) else WRONG_TYPE for reply in replies]
 
-    def _pipeline(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _pipeline(self, commands: Sequence[Command]) -> list[Any]:
         return self._call(self._replies, commands)
 
-    def _replies(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _replies(self, commands: Sequence[Command]) -> list[Any]:
         """Replies, with the errors that concern one key; others are raised."""
-        pipeline = self._client.pipeline(transaction=False)
-        execute = cast(Callable[..., Any], pipeline.execute_command)
-        for command in commands:
-            execute(*command)
-        replies: list[Any] = pipeline.execute(raise_on_error=False)
+        if isinstance(self._client, RedisCluster):
+            replies = self._cluster_replies(self._client, commands)
+        else:
+            replies = _pipelined(self._client, commands)
         for reply in replies:
             if isinstance(reply, Exception) and not _of_one_key(reply):
                 raise reply
+        return replies
+
+    def _cluster_replies(self, cluster: RedisCluster, commands: Sequence[Command]) -> list[Any]:
+        """A pipeline for each server. The client's own pipeline asks a server that hangs for each
+        key once more, each with a time-out of its own."""
+        if self._stale:
+            cluster.nodes_manager.initialize()
+            self._stale = False
+        node_of: Callable[[str], Any] = cluster.get_node_from_key
+        shares: dict[str, list[int]] = {}
+        clients: dict[str, Redis] = {}
+        for number, command in enumerate(commands):
+            node = node_of(command[1])
+            clients[node.name] = cluster.get_redis_connection(node)
+            shares.setdefault(node.name, []).append(number)
+        replies: list[Any] = [None] * len(commands)
+        for name, share in shares.items():
+            answers = _pipelined(clients[name], [commands[number] for number in share])
+            for number, reply in zip(share, answers, strict=True):
+                if isinstance(reply, (AskError, TryAgainError)):  # or MovedError: its slot moved
+                    reply = self._run(*commands[number])
+                replies[number] = reply
         return replies
 
     def _call(self, function: Callable[..., T], *args: object) -> T:
@@ -140,12 +167,22 @@ class RedisClient:
         try:
             try:
                 return function(*args)
-            except ConnectionError as error:
-                if denied(error) or isinstance(error, BusyLoadingError):
+            except (ConnectionError, TimeoutError, ClusterDownError) as error:
+                self._stale = True  # another server may have taken over
+                if not isinstance(error, ConnectionError) or denied(error):
                     raise
                 return function(*args)
         except (RedisError, RedisClusterException, OSError) as error:
             raise remote_error(error, self._address) from error
+
+
+def _pipelined(client: Redis, commands: Sequence[Command]) -> list[Any]:
+    pipeline = client.pipeline(transaction=False)
+    execute: Callable[..., Any] = pipeline.execute_command
+    for command in commands:
+        execute(*command)
+    replies: list[Any] = pipeline.execute(raise_on_error=False)
+    return replies
 
 
 def _of_one_key(error: Exception) -> bool:

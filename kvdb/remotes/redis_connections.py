@@ -102,7 +102,7 @@ def connect(config: RemoteConfig, address: Address) -> Redis | RedisCluster:
         return RedisCluster(
             url=f"{config.scheme}://{address}",
             connection_pool_class=Pool,
-            retry=Retry(NoBackoff(), 1),
+            retry=Retry(NoBackoff(), 0),
             **settings,
         )
     except (RedisError, RedisClusterException, OSError) as error:

@@ -97,15 +97,31 @@ class RedisCluster:
                 client.execute_command("CLUSTER", "ADDSLOTSRANGE", *bounds)
                 client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
                 client.execute_command("CLUSTER", "MEET", "127.0.0.1", first.port)
-        for node in self.nodes:
-            until(lambda node=node: self._whole(node))
+        until(self.whole)
         return self
 
-    def _whole(self, node: RedisServer) -> bool:
-        with node.client as client:
-            slots = client.execute_command("CLUSTER", "SLOTS")
-            state = client.execute_command("CLUSTER", "INFO")
-        return len(slots) == NODES and "cluster_state:ok" in str(state)
+    def whole(self) -> bool:
+        """Whether each node knows who has which slot, and that all are served."""
+        for node in self.nodes:
+            with node.client as client:
+                slots = client.execute_command("CLUSTER", "SLOTS")
+                if len({tuple(slot[2][:2]) for slot in slots}) < NODES:
+                    return False
+                if "cluster_state:ok" not in str(client.execute_command("CLUSTER", "INFO")):
+                    return False
+        return True
+
+    def move(self, slot: int) -> None:
+        """Give a slot without keys to another node."""
+        with self.nodes[0].client as client:
+            old = client.execute_command("CLUSTER", "SLOTS")
+        owner = next(port for first, last, (_, port, *_), *_ in old if first <= slot <= last)
+        new = next(node for node in self.nodes if node.port != owner)
+        with new.client as client:
+            name = client.execute_command("CLUSTER", "MYID")
+        for node in sorted(self.nodes, key=lambda node: node is not new):
+            with node.client as client:
+                client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", name)
 
     def __exit__(self, *_: object) -> None:
         for node in self.nodes:
