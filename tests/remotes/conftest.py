@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from kvdb.remotes.registry import open_remote
 from kvdb.remotes.remote import Remote, RemoteConfig
+from tests.remotes.mooncake_servers import SEGMENT_BYTES, MooncakeMaster, mooncake_program
 from tests.remotes.redis_servers import RedisCluster, RedisServer
 from tests.remotes.servers import BUCKET, KEY, KEY_ID, Azurite, Rclone, Seaweed, program
 
@@ -22,6 +24,7 @@ KINDS = {
     "redis": "redis_config",
     "redis-cluster": "redis_cluster_config",
     "rediss": "rediss_config",
+    "mooncake": "mooncake_config",
 }
 S3_KEYS = {"access_key_id": KEY_ID, "secret_access_key": KEY}
 
@@ -29,6 +32,16 @@ S3_KEYS = {"access_key_id": KEY_ID, "secret_access_key": KEY}
 def need(name: str, package: str) -> None:
     if program(name) is None:
         pytest.skip(f"NOT TESTED: {package} is not installed")
+
+
+def need_mooncake() -> None:
+    """The package, and the system's libraries that its programs need."""
+    name = mooncake_program("mooncake_master")
+    if name is None:
+        pytest.skip("NOT TESTED: mooncake-transfer-engine-non-cuda is not installed")
+    done = subprocess.run([name, "--version"], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip(f"NOT TESTED: {done.stderr.decode().strip()[:200]}")
 
 
 def s3_config(endpoint: str) -> RemoteConfig:
@@ -123,6 +136,23 @@ def rediss_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSer
 def rediss_config(rediss_server: RedisServer) -> RemoteConfig:
     url = f"{rediss_server.url}/0/{uuid.uuid4().hex}"
     return RemoteConfig("team", url, {"ca": str(rediss_server.ca)})
+
+
+@pytest.fixture(scope="session")
+def mooncake_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMaster]:
+    """With a client that lends memory."""
+    need_mooncake()
+    with MooncakeMaster(tmp_path_factory.mktemp("mooncake")) as master:
+        lent = {**master.options, "segment_bytes": str(SEGMENT_BYTES)}
+        lender = open_remote(RemoteConfig("lender", master.url, lent))
+        yield master
+        lender.close()
+
+
+@pytest.fixture
+def mooncake_config(mooncake_master: MooncakeMaster) -> RemoteConfig:
+    url = f"{mooncake_master.url}/{uuid.uuid4().hex}"
+    return RemoteConfig("team", url, mooncake_master.options)
 
 
 @pytest.fixture(params=KINDS)
