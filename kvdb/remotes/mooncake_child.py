@@ -56,6 +56,7 @@ def main() -> None:
         threading.Thread(target=serve, args=(store, lane, window), daemon=True)
         for lane, window in zip(lanes, windows, strict=True)
     ]
+    threading.excepthook = lambda _: os._exit(1)
     for thread in threads:
         thread.start()
     for thread in threads:
