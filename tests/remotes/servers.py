@@ -126,7 +126,7 @@ class Rclone(Server):
             [
                 program("rclone") or "rclone", "serve", "s3", "--addr", f"127.0.0.1:{self.port}",
                 "--auth-key", f"{KEY_ID},{KEY}", "--config", os.devnull,
-                "--dir-cache-time", "0s", str(data),
+                str(data),
             ],
         )  # fmt: skip
 
