@@ -31,11 +31,14 @@ class Window:
 
 
 def main() -> None:
-    from mooncake.store import MooncakeDistributedStore
-
     settings = json.loads(sys.argv[1])
-    store = MooncakeDistributedStore()
     lanes = [Connection(fd) for fd in settings["sockets"]]
+    try:
+        from mooncake.store import MooncakeDistributedStore
+    except ImportError as error:  # a library of the system is missing
+        lanes[0].send_bytes(json.dumps(str(error)).encode())
+        return
+    store = MooncakeDistributedStore()
     code = store.setup(
         settings["hostname"],
         settings["metadata"],

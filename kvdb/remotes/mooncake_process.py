@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from kvdb.remotes.remote import RemoteUnreachable
+from kvdb.remotes.remote import RemoteRefused, RemoteUnreachable
 
 LANES = 2
 CHILD = Path(__file__).with_name("mooncake_child.py")
@@ -47,7 +47,7 @@ class Lane:
 
 
 class MooncakeProcess:
-    """Started by its constructor, which raises RemoteUnreachable."""
+    """Started by its constructor, which raises RemoteUnreachable or RemoteRefused."""
 
     def __init__(self, settings: dict[str, Any], window_bytes: int, timeout_seconds: float) -> None:
         self._name = settings["master"]
@@ -84,6 +84,11 @@ class MooncakeProcess:
         code = self.exchange(self._lanes[0]._connection)
         if code:
             self.kill()
+            if isinstance(code, str):
+                raise RemoteRefused(
+                    f"Mooncake's client cannot run here ({code}): on Debian and Ubuntu install "
+                    "libcurl4, libibverbs1, librdmacm1 and libnuma1."
+                )
             raise RemoteUnreachable(
                 f"The Mooncake client could not join {self._name} (its code is {code}): is the "
                 "metadata server named by the option metadata?"
