@@ -1,0 +1,66 @@
+"""Mooncake's master on loopback, and a client that lends memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from tests.remotes.servers import Server, free_ports
+
+SEGMENT_BYTES = 256 << 20
+
+
+def mooncake_program(name: str) -> str | None:
+    """A program of the package, which has no others' libraries missing."""
+    spec = importlib.util.find_spec("mooncake")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return str(Path(spec.submodule_search_locations[0]) / name)
+
+
+class MooncakeMaster(Server):
+    """mooncake_master with its metadata server."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port, metadata, admin = free_ports(3)
+        self.url = f"mooncake://127.0.0.1:{self.port}"
+        self.options = {
+            "metadata": f"http://127.0.0.1:{metadata}/metadata",
+            "admin": f"http://127.0.0.1:{admin}",
+        }
+        super().__init__(
+            folder,
+            [
+                mooncake_program("mooncake_master") or "mooncake_master",
+                f"-rpc_port={self.port}", "-rpc_address=127.0.0.1",
+                "-enable_http_metadata_server=true", f"-http_metadata_server_port={metadata}",
+                "-http_metadata_server_host=127.0.0.1",
+                f"-metrics_port={admin}", "-metrics_host=127.0.0.1", "-client_ttl=2",
+            ],
+        )  # fmt: skip
+
+    def ready(self) -> bool:
+        for address in (f"{self.options['metadata']}?key=x", f"{self.options['admin']}/health"):
+            try:
+                urllib.request.urlopen(address, timeout=5).close()  # noqa: S310
+            except urllib.error.HTTPError:
+                continue
+            except OSError:
+                return False
+        return True
+
+    def pause(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.__exit__()
+
+    def _signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
