@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from kvdb.cli.evict import Size
-from kvdb.cli.options import Function
+from kvdb.cli.options import Function, Number
 from kvdb.cli.output import human_bytes, table, write_json
 from kvdb.cli.progress import progress
 from kvdb.errors import UsageError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ROUTING = click.Choice(("random", "sticky", "prefix"))
 MOST_COPIES = 1000
-POSITIVE = click.FloatRange(min=1e-6, max=1e12)
+POSITIVE = Number(min=1e-6, max=1e12)
 HEADERS = (
     "machines", "remote", "local %", "remote %", "computed %", "mean s", "p50 s", "p95 s", "p99 s",
     "link out %", "link in %", "lookups/s", "remote blocks", "remote size", "prefill load",
@@ -46,7 +46,7 @@ OPTIONS = (
         "--round-trip",
         default=2.0,
         show_default=True,
-        type=click.FloatRange(0, 1e6),
+        type=Number(0, 1e6),
         metavar="MS",
         help="Of a question to the remote.",
     ),

@@ -82,7 +82,8 @@ def simulate_fleet(
 class _Run:
     def __init__(self, fleet: Fleet, workload: Workload) -> None:
         self.fleet = fleet
-        capacity = int(min(fleet.local_capacity // fleet.block_bytes, workload.blocks))
+        most = workload.blocks * fleet.block_bytes
+        capacity = int(min(fleet.local_capacity, most) // fleet.block_bytes)
         self.machines = [
             Machine(capacity, fleet.local_bandwidth, fleet.node_bandwidth)
             for _ in range(fleet.nodes)

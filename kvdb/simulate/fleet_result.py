@@ -98,7 +98,8 @@ class Tally:
 
         def use(link: Link) -> float:
             """What it sends after the last request, without a pause, does not count."""
-            return share(link.busy_seconds - max(0.0, link.free_at - self._last), span)
+            busy = link.busy_seconds - max(0.0, link.free_at - self._last)
+            return share(max(0.0, busy), span)
 
         def share(amount: float, of: float) -> float:
             return amount / of if of > 0 else 0.0
