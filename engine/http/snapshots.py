@@ -121,31 +121,32 @@ async def _send(
     name: str,
 ) -> Response:
     lock = Lock(recipients) if recipients else None
-    transfers = transfers_of(request)
-    transfers.take()
+    transfers, tenant = transfers_of(request), caller_of(request).tenant
+    transfers.take(tenant)
     try:
         outbox = Outbox(transfers, lambda target: export(target, lock=lock))
         first = await outbox.begun()
     except BaseException:
-        transfers.give_back()
+        transfers.give_back(tenant)
         raise
     suffix = ".kvdb.age" if lock else ".kvdb"
     file = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in name)
-    return SnapshotStream(outbox.pieces(first), file + suffix, transfers.give_back)
+    return SnapshotStream(outbox.pieces(first), file + suffix, partial(transfers.give_back, tenant))
 
 
 async def _receive(
     request: Request, store: Store, take: Callable[[Inbox], ImportReport]
 ) -> ImportReport:
-    transfers, most = transfers_of(request), store.limit.max_bytes
+    transfers, tenant = transfers_of(request), caller_of(request).tenant
+    most = store.limit.max_bytes
     if int(request.headers.get("content-length", 0)) > most:
         raise TooLarge(f"The snapshot is larger than the store may be, {most} bytes.")
-    transfers.take()
+    transfers.take(tenant)
     try:
         inbox = Inbox(request, most, transfers.stopping)
         return await transfers.run(lambda: take(inbox))
     finally:
-        transfers.give_back()
+        transfers.give_back(tenant)
 
 
 def _shown(owner: Wishes, name: str, report: ImportReport) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
@@ -22,7 +23,8 @@ from kvdb.errors import Busy, KvdbError
 
 T = TypeVar("T")
 
-PLACES = 2
+PLACES = 4
+PLACES_EACH = 2  # of one tenant, so that it cannot keep others waiting
 PIECES = 4
 PIECE_BYTES = 1 << 20
 # Slower clients would hold a place, and what they have staged, for hours.
@@ -35,16 +37,18 @@ class Transfers:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(PLACES, "kvdb-transfer")
-        self._places = threading.Semaphore(PLACES)
+        self._taken: Counter[str] = Counter()
         self.stopping = threading.Event()
 
-    def take(self) -> None:
-        """Take a place, to be given back with :meth:`give_back`. Raises Busy."""
-        if not self._places.acquire(blocking=False):
-            raise Busy(f"{PLACES} snapshots are on their way: try again later.", RETRY_SECONDS)
+    def take(self, tenant: str) -> None:
+        """Take a place, to be given back with :meth:`give_back`. On the event loop. Raises Busy."""
+        if self._taken.total() >= PLACES or self._taken[tenant] >= PLACES_EACH:
+            raise Busy("Enough snapshots are on their way: try again later.", RETRY_SECONDS)
+        self._taken[tenant] += 1
 
-    def give_back(self) -> None:
-        self._places.release()
+    def give_back(self, tenant: str) -> None:
+        self._taken[tenant] -= 1
+        self._taken += Counter()  # forgets tenants without any
 
     def run(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Do ``work`` on one of the threads."""
