@@ -77,6 +77,8 @@ class MooncakeProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
+                env={k: v for k, v in os.environ.items() if not k.startswith("KVDB_REMOTE_")},
+                start_new_session=True,  # Ctrl-C is for us; it ends when we do
             )
         finally:
             for fd in (*theirs, *windows):

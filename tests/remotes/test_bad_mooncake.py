@@ -120,6 +120,7 @@ def test_a_client_that_crashes_takes_nobody_along(mooncake_config: RemoteConfig)
         ("mooncake://127.0.0.1:99999", {}),
         ("mooncake://127.0.0.1", {"segment_bytes": "many"}),
         ("mooncake://127.0.0.1", {"unknown": "1"}),
+        ("mooncake://127.0.0.1", {"admin": "file:///etc"}),
     ],
 )
 def test_what_is_no_address(url: str, options: dict[str, str]) -> None:

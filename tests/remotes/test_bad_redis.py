@@ -84,6 +84,8 @@ def test_killed_in_the_middle_of_a_get_and_back_again(start: Start) -> None:
         assert put(remote, 1, data) == "stored"
         assert get(remote, 1, len(data)) == Got(0, len(data))
         remote.close()
+        with pytest.raises(RemoteUnreachable, match="closed"):
+            get(remote, 1, len(data))
 
 
 def test_one_that_hangs_takes_its_time_out_and_no_longer(start: Start) -> None:
@@ -123,7 +125,7 @@ def test_a_user_without_info_and_scripts_is_told_full_by_the_server(start: Start
         admin.execute_command("ACL", "SETUSER", "few", "-info", "-@scripting")
     secrets = {"username": "few", "password": "any"}
     remote = open_remote(RemoteConfig("team", server.url, secrets=secrets))
-    states = remote.put_many([Put(key(n), [memoryview(bytes(2 * MB))]) for n in range(8)])
+    states = [put(remote, number, bytes(MB)) for number in range(8)]
     assert {"stored", "full"} == set(states)
     assert remote.exists_many([key(n) for n in range(8)]) == [s == "stored" for s in states]
     remote.close()
