@@ -24,6 +24,19 @@ FILE_NAME = "kvdb.toml"
 FILE_VARIABLE = "KVDB_CONFIG"
 # A secret, and so no setting: it is never shown, and has no place in a file.
 PASSPHRASE_VARIABLE = "KVDB_PASSPHRASE"  # noqa: S105 - its name
+# Secrets of remotes are none either: KVDB_REMOTE_<NAME>_<WHAT>, with one of these for WHAT.
+REMOTE_PREFIX = "KVDB_REMOTE_"
+REMOTE_SECRETS = (
+    "password",
+    "username",
+    "access_key_id",
+    "secret_access_key",
+    "session_token",
+    "account_key",
+    "sas_token",
+    "passphrase",
+    "identity",
+)
 T = TypeVar("T")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 DEFAULT = "default"
@@ -335,7 +348,7 @@ def load(
         for key, raw in _flat(document).items():
             values[key] = _value(SETTINGS.get(key), raw, str(file), f"{key} in {file}")
     for name, raw in sorted(environment.items()):
-        if name.startswith(PREFIX) and name not in (FILE_VARIABLE, PASSPHRASE_VARIABLE):
+        if name.startswith(PREFIX) and not _is_no_setting(name):
             setting = _VARIABLES.get(name)
             value = _value(setting, raw, name, name)
             values[value.setting.key] = value
@@ -350,6 +363,19 @@ def load(
         },
         models,
     )
+
+
+def secret_variable(remote: str, what: str) -> str:
+    """The variable that holds a secret of a remote."""
+    return f"{REMOTE_PREFIX}{remote}_{what}".replace("-", "_").upper()
+
+
+def _is_no_setting(variable: str) -> bool:
+    """True for the variables that mean something else than a setting."""
+    if variable in (FILE_VARIABLE, PASSPHRASE_VARIABLE):
+        return True
+    ends = tuple(f"_{what.upper()}" for what in REMOTE_SECRETS)
+    return variable.startswith(REMOTE_PREFIX) and variable.endswith(ends)
 
 
 def _sections(document: dict[str, object], file: Path) -> dict[str, dict[str, Value]]:

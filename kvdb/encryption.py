@@ -49,12 +49,12 @@ class Lock:
         """Raises UsageError for a recipient that is none, or where pyrage is not installed."""
         if bool(recipients) == (passphrase is not None):
             raise UsageError("Encrypt for recipients or under a passphrase, one of both.")
-        self._recipients = [_recipient(text) for text in recipients]
+        self._recipients = [parse_recipient(text) for text in recipients]
         self._passphrase = passphrase
 
     def seal(self, buffers: Iterator[memoryview], target: Writable) -> None:
         """Write ``buffers``, encrypted, to ``target``."""
-        pyrage = _pyrage()
+        pyrage = require_pyrage()
         recipients = self._recipients
         if self._passphrase is not None:
             key = pyrage.x25519.Identity.generate()
@@ -66,7 +66,7 @@ class Lock:
 
 def read_identities(path: Path) -> list[Any]:
     """The keys of an age identity file, or of an unencrypted SSH private key. Raises UsageError."""
-    pyrage = _pyrage()
+    pyrage = require_pyrage()
     data = path.read_bytes()
     try:
         if data.lstrip().startswith(b"-----BEGIN"):
@@ -101,7 +101,7 @@ def plain(source: Readable, keys: Keys) -> Iterator[Readable]:
 
 @contextmanager
 def _decrypted(start: bytes, rest: _Rest, keys: Keys) -> Iterator[Readable]:
-    pyrage = _pyrage()
+    pyrage = require_pyrage()
     identities = list(keys.identities)
     if start.startswith(SEALED_MAGIC):
         identities = [_sealed_key(rest, keys.passphrase)]
@@ -132,7 +132,7 @@ def _decrypted(start: bytes, rest: _Rest, keys: Keys) -> Iterator[Readable]:
 def _sealed_key(rest: _Rest, passphrase: str | None) -> Any:
     if passphrase is None:
         raise SnapshotRejected("The data is encrypted under a passphrase; give that.")
-    pyrage = _pyrage()
+    pyrage = require_pyrage()
     line = rest.line(len(SEALED_MAGIC) + 8)
     length = line[len(SEALED_MAGIC) :].strip()
     if not length.isdigit() or int(length) > MAX_KEY_BYTES:
@@ -243,8 +243,8 @@ def write_whole(target: Writable, data: memoryview) -> int:
     return data.nbytes
 
 
-def _recipient(text: str) -> Any:
-    pyrage = _pyrage()
+def parse_recipient(text: str) -> Any:
+    pyrage = require_pyrage()
     kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
     try:
         return kind.Recipient.from_str(text.strip())
@@ -252,7 +252,7 @@ def _recipient(text: str) -> Any:
         raise UsageError(f"{text!r} is no age recipient (age1… or an SSH public key).") from error
 
 
-def _pyrage() -> Any:
+def require_pyrage() -> Any:
     try:
         import pyrage
     except ImportError as error:

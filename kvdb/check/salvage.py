@@ -83,7 +83,7 @@ class _Rest:
 # Kept totals, each row with a namespace; 0, and a namespace that is gone, is "none".
 TOTALS = ("request_totals", "hourly_totals", "eviction_totals", "write_totals")
 # Tables that refer to no other.
-OWN_TABLES = ("keys", "responses")
+OWN_TABLES = ("keys", "responses", "remotes")
 KEPT_COUNTERS = ("tick", "age_ratio", "cow_copies", "blocks_dropped", "blocks_too_large")
 
 

@@ -112,9 +112,11 @@ def open_store(
     read_only: bool = False,
     create: bool = False,
     ram: bool = False,
+    remotes: bool = False,
 ) -> Store:
     """Open the store that the settings name, with its RAM tier if ``ram``: of use to a process that
-    answers more than one request. Raises what :func:`kvdb.open` raises."""
+    answers more than one request. With ``remotes`` prompts are looked up there too, and what is
+    stored goes there. Raises what :func:`kvdb.open` raises."""
     import kvdb
 
     values = values or settings()
@@ -134,6 +136,7 @@ def open_store(
         history_evictions=values["history_evictions"],
         history_hours=values["history_hours"],
         program="kvdb " + (click.get_current_context().info_name or ""),
+        remotes=remotes,
     )
 
 

@@ -99,3 +99,8 @@ class RemoteConfig:
     @property
     def scheme(self) -> str:
         return self.url.partition("://")[0]
+
+    @property
+    def salted(self) -> bool:
+        """True when namespaces of tenants of their own are shared there too."""
+        return self.options.get("salted") == "true"

@@ -11,11 +11,10 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from kvdb import index
 from kvdb.driver import Connection
 from kvdb.errors import (
     IntegrityError,
@@ -25,9 +24,10 @@ from kvdb.errors import (
     StoreMissing,
     UsageError,
 )
-from kvdb.identity import ROOT_PARENT, canonical_json
+from kvdb.identity import canonical_json
 from kvdb.members import Member, parse_member
 from kvdb.shards import HEADER_CAP_BYTES, Bytes, NamespaceRecord
+from kvdb.snapshot.admission import Admission, block_bytes
 from kvdb.snapshot.arenas import Arenas
 from kvdb.snapshot.known import NamespaceNote, compare_namespaces
 from kvdb.snapshot.manifest import MAX_BYTES as MANIFEST_BYTES
@@ -38,22 +38,16 @@ from kvdb.snapshot.stream import (
     BLOCK_NAME,
     MANIFEST,
     SUMS,
+    Digests,
     Entry,
     Progress,
     Readable,
     TarReader,
-    sums_line,
 )
-from kvdb.visible import Incoming, missing_parts
 
 if TYPE_CHECKING:
     from kvdb.store import Store
 
-FIND_BUILD = "SELECT id FROM builds WHERE namespace_id = ? AND digest = ?"
-# A build that this store does not know: no row has this id.
-NO_BUILD = -1
-# What goes into a shard's header must leave it under its cap.
-MAX_EXTRA_BYTES = 64 << 10
 MAX_NAMESPACE_BYTES = 256 << 10
 
 Opener = Callable[[], AbstractContextManager[Readable]]
@@ -111,16 +105,6 @@ def import_snapshot(
     return run.store_it(evict=True, expected=digest)
 
 
-class _Parent(NamedTuple):
-    """What a block of this snapshot must be like to stand on another one."""
-
-    depth: int
-    is_full: bool
-    exact: bool
-    build: str | None
-    is_staged: bool
-
-
 class _Import:
     def __init__(
         self,
@@ -141,7 +125,7 @@ class _Import:
     def look(self) -> ImportReport:
         """Verify all of it and say what it holds; nothing is written."""
         with self._opener() as source:
-            return _Pass(self._store, source, self._trust, None, self._report_progress).run()[1]
+            return self._pass(source, None)[1]
 
     def store_it(self, *, evict: bool, expected: str | None = None) -> ImportReport:
         """Stage, verify, publish."""
@@ -149,14 +133,18 @@ class _Import:
         staging = Staging(self._store, evict=evict)
         with contextlib.closing(staging):
             with self._opener() as source:
-                run = _Pass(self._store, source, self._trust, staging, self._report_progress)
-                manifest, report = run.run()
+                manifest, report = self._pass(source, staging)
             if expected is not None and report.digest != expected:
                 raise SnapshotRejected("The snapshot changed while it was read.")
             staging.finish()
             self._publish(staging, manifest, report, started)
         self._name_tips(manifest, report)
         return report
+
+    def _pass(self, source: Readable, staging: Staging | None) -> tuple[Manifest, ImportReport]:
+        run = _Pass(self._store, source, self._trust, staging, self._report_progress)
+        with contextlib.closing(run):
+            return run.run()
 
     def _report_progress(self, done: int) -> None:
         if self._progress is not None:
@@ -242,11 +230,15 @@ class _Pass:
         self._staging = staging
         self._progress = progress
         self._sums = hashlib.sha256()
+        self._digests = Digests(self._sums.update)
+        self._is_kept = True
         self._arenas = Arenas()
         self._seen: set[bytes] = set()
-        self._parents: dict[tuple[int, bytes], _Parent] = {}
-        self._namespace_ids: list[int | None] = []
+        self._admission = Admission(store)
         self.report = ImportReport()
+
+    def close(self) -> None:
+        self._digests.close()
 
     def run(self) -> tuple[Manifest, ImportReport]:
         """Raises SnapshotRejected where anything is not as an export writes it."""
@@ -261,9 +253,6 @@ class _Pass:
                 raise SnapshotRejected("The snapshot has a layout too large for a shard's header.")
         with self._store.database.read() as connection:
             self.report.namespaces = compare_namespaces(connection, manifest.namespaces)
-            for record in manifest.namespaces:
-                row = connection.execute(index.FIND_NAMESPACE, (record.fingerprint,)).fetchone()
-                self._namespace_ids.append(None if row is None else row[0])
         while True:
             member = self._next()
             if member.name == SUMS:
@@ -284,12 +273,13 @@ class _Pass:
             raise SnapshotRejected(
                 "This is not a kvdb snapshot: it does not begin with a manifest."
             )
-        data, digest = self._reader.read(member, MANIFEST_BYTES)
-        self._sums.update(sums_line(digest, MANIFEST))
+        data = self._reader.read(member, MANIFEST_BYTES)
+        self._digests.add(MANIFEST, [data])
         return Manifest.parse(bytes(data))
 
     def _check_sums(self, member: Entry) -> None:
         digest = self._reader.skip(member)
+        self._digests.wait()
         if digest != self._sums.digest():
             raise SnapshotRejected("The snapshot's list of digests does not fit its members.")
         if self._reader.next() is not None:
@@ -307,104 +297,48 @@ class _Pass:
         self._seen.add(hash_)
         self.report.blocks += 1
         record = manifest.namespaces[number]
-        most = sum(part.nbytes(record.block_tokens) for part in record.layout.parts)
-        if entry.nbytes > most + 2 * HEADER_CAP_BYTES:
+        if entry.nbytes > block_bytes(record) + 2 * HEADER_CAP_BYTES:
             raise SnapshotRejected("The snapshot has a block larger than its layout.")
-        if most > self._store.limit.block_bytes:
-            self._sums.update(sums_line(self._reader.skip(entry), entry.name))
+        if not self._admission.fits(record):
+            self._digests.known(entry.name, self._reader.skip(entry))
             self.report.incompatible["too_large"] += 1
             return
-        data, digest = self._reader.read(entry, entry.nbytes, partial(self._allocate, record))
-        self._sums.update(sums_line(digest, entry.name))
+        data = self._reader.read(entry, entry.nbytes, partial(self._allocate, record))
+        self._digests.add(entry.name, [data])
+        self._is_kept = False
         try:
             member = parse_member(data, record)
         except IntegrityError as error:
             raise SnapshotRejected(f"The snapshot has a bad block: {error}") from error
         if member.hash != hash_ or not member.is_whole:
             raise SnapshotRejected("The snapshot has a block under another's name, or half of one.")
-        if sum(map(len, member.extra or ())) > MAX_EXTRA_BYTES:
-            raise SnapshotRejected("The snapshot has a block with too many keys beside its tokens.")
         if manifest.tokens and member.tokens is None:
             raise SnapshotRejected("The snapshot's manifest is wrong about its tokens.")
-        self._take(member, number)
+        self._take(member)
 
     def _allocate(self, record: NamespaceRecord, nbytes: int) -> Bytes:
         if self._staging is not None:
+            if not self._is_kept:
+                self._digests.wait()  # the same memory is given again
             return self._staging.allocate(record, nbytes)
+        self._arenas.swap()
         return self._arenas.room(nbytes)
 
-    def _take(self, member: Member, number: int) -> None:
+    def _take(self, member: Member) -> None:
         """Decide what becomes of a good block."""
-        with self._store.database.read() as connection:
-            parent = self._parent(connection, member, number)
-            if parent is None:
-                self.report.incompatible["parent_missing"] += 1
-                return
-            if parent.depth + 1 != member.depth or not parent.is_full:
-                raise SnapshotRejected("The snapshot has a block that its parent cannot bear.")
-            if not (parent.exact and parent.build in (None, member.build)):
-                member = replace(member, exact=False)
-            names = self._missing(connection, member, number)
-        self._parents[number, member.hash] = _Parent(
-            member.depth,
-            member.token_count == member.record.block_tokens,
-            member.exact,
-            member.build,
-            bool(names),
-        )
-        if not names:
+        try:
+            admitted = self._admission.admit(member)
+        except IntegrityError as error:
+            raise SnapshotRejected(f"The snapshot has a bad block: {error}") from error
+        if admitted == "parent_missing":
+            self.report.incompatible["parent_missing"] += 1
+        elif admitted == "present":
             self.report.present += 1
-            return
-        self.report.new += 1
-        parts = tuple(part for part in member.parts if part.part in names)
-        self.report.nbytes += sum(part.nbytes for part in parts)
-        if self._staging is not None:
-            if not parent.is_staged:
-                self._staging.anchors.add(member.parent)
-            self._staging.add(replace(member, parts=parts))
-
-    def _parent(self, connection: Connection, member: Member, number: int) -> _Parent | None:
-        """The block that one stands on, in this snapshot or in the store."""
-        if member.parent == ROOT_PARENT:
-            return _Parent(-1, True, True, None, True)
-        known = self._parents.get((number, member.parent))
-        if known is not None:
-            return known
-        row = index.find_block(connection, member.parent)
-        if row is None or not row.held or row.namespace_id != self._namespace_ids[number]:
-            return None
-        digest = connection.execute(
-            "SELECT digest FROM builds WHERE id = ?", (row.build_id,)
-        ).fetchone()
-        return _Parent(
-            row.depth,
-            row.token_count == member.record.block_tokens,
-            bool(row.exact),
-            None if digest is None else digest[0],
-            False,
-        )
-
-    def _missing(self, connection: Connection, member: Member, number: int) -> list[str]:
-        """Parts that the store lacks, or must replace by exact ones."""
-        names = [part.part for part in member.parts]
-        namespace_id = self._namespace_ids[number]
-        if namespace_id is None:
-            return names
-        build_id = None
-        if member.build is not None:
-            row = connection.execute(FIND_BUILD, (namespace_id, member.build)).fetchone()
-            build_id = NO_BUILD if row is None else row[0]
-        return missing_parts(
-            connection,
-            Incoming(
-                namespace_id,
-                member.record.layout,
-                member.hash,
-                member.parent,
-                member.depth,
-                "import",
-                member.exact,
-                build_id,
-            ),
-            names,
-        )
+        else:
+            self.report.new += 1
+            self.report.nbytes += admitted.member.payload_bytes
+            if self._staging is not None:
+                if admitted.stands_on_stored:
+                    self._staging.anchors.add(admitted.member.parent)
+                self._staging.add(admitted.member)
+                self._is_kept = True
