@@ -28,6 +28,7 @@ from kvdb.remotes.remote import (
     PutState,
     Remote,
     RemoteConfig,
+    RemoteError,
     RemoteUnreachable,
 )
 
@@ -70,6 +71,8 @@ def open_mooncake(config: RemoteConfig) -> Remote:
     }
     window_bytes = _bytes(config, "buffer_bytes", DEFAULT_WINDOW_BYTES)
     admin = options.get("admin", f"http://{host}:{ADMIN_PORT}").rstrip("/")
+    if not admin.startswith(("http://", "https://")):
+        raise UsageError(f"The option admin is the master's HTTP address, not {admin!r}.")
     if sys.platform != "linux" or find_spec("mooncake") is None:
         raise UsageError(
             "mooncake:// needs Linux and the package mooncake-transfer-engine-non-cuda: "
@@ -79,7 +82,11 @@ def open_mooncake(config: RemoteConfig) -> Remote:
     remote = MooncakeRemote(
         settings, window_bytes, admin, prefix or DEFAULT_PREFIX, config.timeout_seconds
     )
-    remote.exists_many(["v1/"])  # whoever opens it wants to know now
+    try:
+        remote.exists_many(["v1/"])  # whoever opens it wants to know now
+    except RemoteError:
+        remote.close()
+        raise
     return remote
 
 
@@ -161,7 +168,12 @@ class MooncakeRemote:
             process.close()
 
     def _running(self) -> MooncakeProcess:
-        with self._lock:
+        """Started where none runs. Whoever comes meanwhile does not wait longer than for a call."""
+        if not self._lock.acquire(timeout=self._timeout_seconds):
+            raise RemoteUnreachable(
+                f"Mooncake's client did not start in {self._timeout_seconds} s."
+            )
+        try:
             if self._closed:
                 raise RemoteUnreachable("This remote was closed.")
             if self._process is None or not self._process.lives:
@@ -169,6 +181,8 @@ class MooncakeRemote:
                     self._settings, self._window_bytes, self._timeout_seconds
                 )
             return self._process
+        finally:
+            self._lock.release()
 
     def _ask(self, action: str, keys: Sequence[str]) -> Sequence[int]:
         answers: list[int] = []

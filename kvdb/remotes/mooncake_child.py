@@ -38,6 +38,7 @@ def main() -> None:
     except ImportError as error:  # a library of the system is missing
         lanes[0].send_bytes(json.dumps(str(error)).encode())
         return
+    lanes[0].send_bytes(b"null")
     store = MooncakeDistributedStore()
     code = store.setup(
         settings["hostname"],

@@ -24,6 +24,8 @@ from typing import Any
 from kvdb.remotes.remote import RemoteRefused, RemoteUnreachable
 
 LANES = 2
+# To load Python and the client, which waits for no network.
+START_SECONDS = 20.0
 CHILD = Path(__file__).with_name("mooncake_child.py")
 
 
@@ -32,18 +34,18 @@ class Lane:
 
     def __init__(self, process: MooncakeProcess, connection: Connection, window: mmap.mmap) -> None:
         self._process = process
-        self._connection = connection
+        self.connection = connection
         self.window = memoryview(window)
 
     def call(self, action: str, items: Sequence[object]) -> list[int]:
         """Raises RemoteUnreachable; then the process is no more."""
         answer: list[int] = self._process.exchange(
-            self._connection, json.dumps([action, items]).encode()
+            self.connection, json.dumps([action, items]).encode()
         )
         return answer
 
     def close(self) -> None:
-        self._connection.close()
+        self.connection.close()
 
 
 class MooncakeProcess:
@@ -77,18 +79,21 @@ class MooncakeProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
+                env={k: v for k, v in os.environ.items() if not k.startswith("KVDB_REMOTE_")},
+                start_new_session=True,  # Ctrl-C is for us; it ends when we do
             )
         finally:
             for fd in (*theirs, *windows):
                 os.close(fd)
-        code = self.exchange(self._lanes[0]._connection)
-        if code:
+        first = self._lanes[0].connection
+        if missing := self.exchange(first, seconds=START_SECONDS):
             self.kill()
-            if isinstance(code, str):
-                raise RemoteRefused(
-                    f"Mooncake's client cannot run here ({code}): on Debian and Ubuntu install "
-                    "libcurl4, libibverbs1, librdmacm1 and libnuma1."
-                )
+            raise RemoteRefused(
+                f"Mooncake's client cannot run here ({missing}): on Debian and Ubuntu install "
+                "libcurl4, libibverbs1, librdmacm1 and libnuma1."
+            )
+        if code := self.exchange(first):
+            self.kill()
             raise RemoteUnreachable(
                 f"The Mooncake client could not join {self._name} (its code is {code}): is the "
                 "metadata server named by the option metadata?"
@@ -112,12 +117,14 @@ class MooncakeProcess:
         finally:
             self._free.put(lane)
 
-    def exchange(self, connection: Connection, request: bytes | None = None) -> Any:
-        """Send a request and wait for what comes back."""
+    def exchange(
+        self, connection: Connection, request: bytes | None = None, seconds: float | None = None
+    ) -> Any:
+        """Send a request, and wait for what comes back for as long as a call may take."""
         try:
             if request is not None:
                 connection.send_bytes(request)
-            if not connection.poll(self._timeout_seconds):
+            if not connection.poll(seconds or self._timeout_seconds):
                 self.kill()
                 raise self._late()
             return json.loads(connection.recv_bytes())

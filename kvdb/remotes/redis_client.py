@@ -23,7 +23,7 @@ from redis.exceptions import (
 
 from kvdb.remotes.redis import Address
 from kvdb.remotes.redis_connections import Value, denied, remote_error
-from kvdb.remotes.remote import PutState
+from kvdb.remotes.remote import PutState, RemoteUnreachable
 
 PAGE_KEYS = 512
 WRONG_TYPE = -1
@@ -51,6 +51,7 @@ class RedisClient:
         self._run: Callable[..., Any] = client.execute_command
         self._scripts = isinstance(client, Redis)
         self._stale = False
+        self._closed = False
 
     def sizes(self, keys: Sequence[str]) -> list[int]:
         """Bytes of each; 0 where there is none, WRONG_TYPE where there is something else than a
@@ -105,6 +106,7 @@ class RedisClient:
         return ""
 
     def close(self) -> None:
+        self._closed = True  # the client would connect again
         self._client.close()
 
     def _memory(self) -> dict[str, dict[str, Any]]:
@@ -164,6 +166,8 @@ class RedisClient:
     def _call(self, function: Callable[..., T], *args: object) -> T:
         """Once more where a connection broke: the server may have been started anew. Not after a
         time-out, which was all the time that there is."""
+        if self._closed:
+            raise RemoteUnreachable("This remote was closed.")
         try:
             try:
                 return function(*args)

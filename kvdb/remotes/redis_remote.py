@@ -99,8 +99,8 @@ class RedisRemote:
                     yield Listed(key, size)
 
     def close(self) -> None:
-        self._threads.shutdown()
         self._client.close()
+        self._threads.shutdown()
 
     def _read(self, batch: Sequence[Reading]) -> Sequence[Got]:
         if len(batch) == 1:

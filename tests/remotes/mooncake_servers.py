@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import signal
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -54,16 +53,3 @@ class MooncakeMaster(Server):
             except OSError:
                 return False
         return True
-
-    def pause(self) -> None:
-        self._signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self._signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        self.__exit__()
-
-    def _signal(self, number: int) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -67,21 +66,6 @@ class RedisServer(Server):
                 return bool(client.ping())
         except RedisError:
             return False
-
-    def pause(self) -> None:
-        """Let it hang: connections are taken, nothing is answered."""
-        self._signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self._signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        """End it; it can be entered once more, on the same port."""
-        self.__exit__()
-
-    def _signal(self, number: int) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
 
 
 class RedisCluster:

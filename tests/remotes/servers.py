@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -78,6 +79,20 @@ class Server:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+
+    def kill(self) -> None:
+        """End it; it can be entered once more, at the same port."""
+        self.__exit__()
+
+    def pause(self) -> None:
+        """Let it hang: connections are taken, nothing is answered."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitpid(self._process.pid, os.WUNTRACED)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
 
 class Seaweed(Server):

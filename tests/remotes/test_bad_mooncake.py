@@ -18,15 +18,18 @@ from tests.remotes.mooncake_servers import MooncakeMaster
 from tests.remotes.redis_servers import until
 
 MB = 1 << 20
-SECONDS = 1.5
+SHORT = 1.0
+# Python and the native client, on a busy machine.
+STARTED = 3.0
 
 
 def key(number: int) -> str:
     return f"v1/{'ab' * 32}/{number:06x}-{number:064x}"
 
 
-def at(master: MooncakeMaster, **options: str) -> RemoteConfig:
-    return RemoteConfig("team", master.url, {**master.options, **options}, timeout_seconds=SECONDS)
+def at(master: MooncakeMaster, timeout_seconds: float = 10.0, **options: str) -> RemoteConfig:
+    options = {**master.options, **options}
+    return RemoteConfig("team", master.url, options, timeout_seconds=timeout_seconds)
 
 
 def put(remote: Remote, number: int, data: bytes) -> PutState:
@@ -46,7 +49,7 @@ def master(tmp_path: Path) -> Iterator[MooncakeMaster]:
 
 
 def test_a_master_that_dies_hangs_and_comes_back(master: MooncakeMaster) -> None:
-    remote = open_remote(at(master, segment_bytes=str(64 * MB)))
+    remote = open_remote(at(master, SHORT, segment_bytes=str(64 * MB)))
     assert put(remote, 1, b"data") == "stored"
     master.kill()
     began = time.monotonic()
@@ -57,8 +60,8 @@ def test_a_master_that_dies_hangs_and_comes_back(master: MooncakeMaster) -> None
     with pytest.raises(RemoteUnreachable):
         list(remote.list("v1/"))
     with pytest.raises(RemoteUnreachable):
-        open_remote(at(master))
-    assert time.monotonic() - began < 2 * SECONDS
+        open_remote(at(master, SHORT))
+    assert time.monotonic() - began < 3 * SHORT + STARTED
     with master:
         until(lambda: stores(remote, 2), 20)
         assert get(remote, 2, 100) == Got(0, 4)
@@ -66,7 +69,7 @@ def test_a_master_that_dies_hangs_and_comes_back(master: MooncakeMaster) -> None
         began = time.monotonic()
         with pytest.raises(RemoteUnreachable, match="in time"):
             remote.exists_many([key(2)])
-        assert time.monotonic() - began < 2 * SECONDS
+        assert time.monotonic() - began < 3 * SHORT + STARTED
         master.resume()
         until(lambda: stores(remote, 3), 20)
         remote.close()
@@ -120,6 +123,7 @@ def test_a_client_that_crashes_takes_nobody_along(mooncake_config: RemoteConfig)
         ("mooncake://127.0.0.1:99999", {}),
         ("mooncake://127.0.0.1", {"segment_bytes": "many"}),
         ("mooncake://127.0.0.1", {"unknown": "1"}),
+        ("mooncake://127.0.0.1", {"admin": "file:///etc"}),
     ],
 )
 def test_what_is_no_address(url: str, options: dict[str, str]) -> None:

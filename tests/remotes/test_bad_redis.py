@@ -28,6 +28,7 @@ from tests.remotes.redis_servers import RedisCluster, RedisServer, until
 SPACE = "ab" * 32
 PASSWORD = "open sesame"  # noqa: S105
 MB = 1 << 20
+SHORT = 0.8
 Start = Callable[..., RedisServer]
 
 
@@ -52,8 +53,10 @@ def key(number: int) -> str:
     return f"v1/{SPACE}/{number:06x}-{number:064x}"
 
 
-def at(server: RedisServer | RedisCluster, **options: str) -> RemoteConfig:
-    return RemoteConfig("team", server.url, options, timeout_seconds=0.4)
+def at(
+    server: RedisServer | RedisCluster, timeout_seconds: float = 10.0, **options: str
+) -> RemoteConfig:
+    return RemoteConfig("team", server.url, options, timeout_seconds=timeout_seconds)
 
 
 def put(remote: Remote, number: int, data: bytes, *, replace: bool = False) -> PutState:
@@ -84,19 +87,21 @@ def test_killed_in_the_middle_of_a_get_and_back_again(start: Start) -> None:
         assert put(remote, 1, data) == "stored"
         assert get(remote, 1, len(data)) == Got(0, len(data))
         remote.close()
+        with pytest.raises(RemoteUnreachable, match="closed"):
+            get(remote, 1, len(data))
 
 
 def test_one_that_hangs_takes_its_time_out_and_no_longer(start: Start) -> None:
     server = start()
-    remote = open_remote(at(server))
+    remote = open_remote(at(server, SHORT))
     put(remote, 1, b"data")
     server.pause()
     began = time.monotonic()
     with pytest.raises(RemoteUnreachable, match="in time"):
         remote.exists_many([key(1)])
     with pytest.raises(RemoteUnreachable, match="in time"):
-        open_remote(at(server))
-    assert time.monotonic() - began < 3 * 0.4
+        open_remote(at(server, SHORT))
+    assert time.monotonic() - began < 3 * SHORT
     server.resume()
     assert get(remote, 1, 100) == Got(0, 4)
     remote.close()
@@ -123,7 +128,7 @@ def test_a_user_without_info_and_scripts_is_told_full_by_the_server(start: Start
         admin.execute_command("ACL", "SETUSER", "few", "-info", "-@scripting")
     secrets = {"username": "few", "password": "any"}
     remote = open_remote(RemoteConfig("team", server.url, secrets=secrets))
-    states = remote.put_many([Put(key(n), [memoryview(bytes(2 * MB))]) for n in range(8)])
+    states = [put(remote, number, bytes(MB)) for number in range(8)]
     assert {"stored", "full"} == set(states)
     assert remote.exists_many([key(n) for n in range(8)]) == [s == "stored" for s in states]
     remote.close()
@@ -210,7 +215,7 @@ def test_a_certificate_that_nobody_knows(start: Start) -> None:
     server = start(tls=True)
     with pytest.raises(RemoteRefused, match="certificate"):
         open_remote(at(server))
-    plain = RemoteConfig("team", server.url.replace("rediss", "redis"), timeout_seconds=0.4)
+    plain = RemoteConfig("team", server.url.replace("rediss", "redis"))
     with pytest.raises(RemoteUnreachable):
         open_remote(plain)
 
@@ -218,7 +223,7 @@ def test_a_certificate_that_nobody_knows(start: Start) -> None:
 def test_a_cluster_whose_node_dies_and_comes_back(tmp_path: Path) -> None:
     need("redis-server", "redis-server")
     with RedisCluster(tmp_path) as cluster:
-        remote = open_remote(at(cluster))
+        remote = open_remote(at(cluster, SHORT))
         keys = [key(number) for number in range(30)]
         puts = [Put(name, [memoryview(b"data")]) for name in keys]
         assert remote.put_many(puts) == ["stored"] * 30
@@ -226,7 +231,7 @@ def test_a_cluster_whose_node_dies_and_comes_back(tmp_path: Path) -> None:
         began = time.monotonic()
         with pytest.raises(RemoteUnreachable):
             remote.exists_many(keys)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 5 * SHORT
         with cluster.nodes[1]:
             until(cluster.whole)
             there = remote.exists_many(keys)  # the node lost what it had
@@ -236,7 +241,7 @@ def test_a_cluster_whose_node_dies_and_comes_back(tmp_path: Path) -> None:
             began = time.monotonic()
             with pytest.raises(RemoteUnreachable):
                 remote.exists_many(keys)
-            assert time.monotonic() - began < 3
+            assert time.monotonic() - began < 5 * SHORT
             cluster.nodes[2].resume()
             until(cluster.whole)
             assert all(remote.exists_many(keys))
