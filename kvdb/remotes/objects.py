@@ -179,6 +179,8 @@ class ObjectsRemote:
             last = names[-1]
             told = sum(key <= last for key in keys)
             keys = keys[told:]
+            if len(page) < PAGE:  # the last one
+                break
             if not keys or told < PAGE_WORTH:
                 return keys
         return []
