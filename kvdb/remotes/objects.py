@@ -27,7 +27,7 @@ Answer = TypeVar("Answer")
 Item = TypeVar("Item")
 Page: TypeAlias = "Sequence[ObjectMeta]"
 
-GETS, PUTS, HEADS = 8, 4, 32  # requests at a time; a put holds its object a second time
+GETS, PUTS, HEADS = 8, 4, 32  # requests at a time
 CHUNK = 1 << 20  # bytes copied at a time
 PAGE = 1000  # keys that a server lists at a time
 # A page takes a server about as long as this many questions for one key, asked HEADS at a time.

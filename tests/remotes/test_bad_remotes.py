@@ -30,7 +30,15 @@ from kvdb.remotes.remote import (
 from tests.remotes import faulty
 from tests.remotes.conftest import need, s3_config
 from tests.remotes.faulty import Answer, FaultyHttp, Request, Traffic
-from tests.remotes.servers import BUCKET, READER_ID, READER_KEY, Rclone, Seaweed, free_ports
+from tests.remotes.servers import (
+    BUCKET,
+    READER_ID,
+    READER_KEY,
+    Rclone,
+    Seaweed,
+    free_ports,
+    program,
+)
 from tests.remotes.test_conformance import SPACE, get, key, put
 
 SECONDS = 1.0
@@ -204,6 +212,26 @@ def test_keys_that_may_not_write_and_keys_that_are_wrong(seaweed: Seaweed) -> No
     assert "a-wrong-one" not in str(caught.value)
 
 
+def test_keys_given_are_not_mixed_with_those_of_another_account(
+    seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of another account")
+    opened = open_remote(s3_config(seaweed.url))
+    assert put(opened, 1, DATA) == "stored"
+    opened.close()
+
+
+def test_a_server_without_conditional_puts(remote: Remote, proxy: FaultyHttp) -> None:
+    def fault(request: Request, ask: Callable[[Request], Answer]) -> Answer:
+        conditional = any(name.lower() == "if-none-match" for name in request.headers)
+        return Answer(501, {}, b"<Code>NotImplemented</Code>") if conditional else ask(request)
+
+    proxy.fault = fault
+    assert put(remote, 2, DATA) == "stored"
+    assert put(remote, 2, b"other") == "present"
+    assert put(remote, 3, DATA) == "stored"
+
+
 def test_a_put_that_was_cut_leaves_nothing(remote: Remote, proxy: FaultyHttp) -> None:
     def fault(request: Request, ask: Callable[[Request], Answer]) -> Answer:
         return proxy.send_half(request) if request.method == "PUT" else ask(request)
@@ -268,10 +296,18 @@ def test_nothing_is_left_of_a_closed_remote(proxy: FaultyHttp) -> None:
     assert open_files() <= files
 
 
-def test_what_cannot_be_opened_is_one_sentence(seaweed: Seaweed) -> None:
+def test_what_cannot_be_opened_is_one_sentence(
+    seaweed: Seaweed, request: pytest.FixtureRequest
+) -> None:
     config = s3_config(seaweed.url)
     with pytest.raises(RemoteRefused, match="s3://nowhere is not there"):
         open_remote(replace(config, url="s3://nowhere/x"))
+    if program("azurite-blob"):
+        azure: RemoteConfig = request.getfixturevalue("azure_config")
+        with pytest.raises(RemoteRefused, match="az://nowhere is not there"):
+            open_remote(replace(azure, url="az://nowhere"))
+        with pytest.raises(RemoteRefused, match="KVDB_REMOTE_TEAM_ACCOUNT_KEY"):
+            open_remote(replace(azure, secrets={"account_key": "YQ=="}))
     for url, options, words in (
         (config.url, {"endpoint": seaweed.url}, "allow_http=true"),
         (config.url, {**config.options, "colour": "red"}, "no option 'colour'; it takes allow_"),
