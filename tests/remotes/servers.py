@@ -127,9 +127,14 @@ class Seaweed(Server):
 
         store = S3Store(
             BUCKET,
-            config={"endpoint": self.url, "access_key_id": KEY_ID, "secret_access_key": KEY},
+            config={"endpoint": self.url},
             client_options={"allow_http": True},
             retry_config={"max_retries": 0},
+            credential_provider=lambda: {
+                "access_key_id": KEY_ID,
+                "secret_access_key": KEY,
+                "expires_at": None,
+            },
         )
         try:
             store.put("ready", b"")
