@@ -38,11 +38,11 @@ from kvdb.snapshot.stream import (
     BLOCK_NAME,
     MANIFEST,
     SUMS,
+    Digests,
     Entry,
     Progress,
     Readable,
     TarReader,
-    sums_line,
 )
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class _Import:
     def look(self) -> ImportReport:
         """Verify all of it and say what it holds; nothing is written."""
         with self._opener() as source:
-            return _Pass(self._store, source, self._trust, None, self._report_progress).run()[1]
+            return self._pass(source, None)[1]
 
     def store_it(self, *, evict: bool, expected: str | None = None) -> ImportReport:
         """Stage, verify, publish."""
@@ -133,14 +133,18 @@ class _Import:
         staging = Staging(self._store, evict=evict)
         with contextlib.closing(staging):
             with self._opener() as source:
-                run = _Pass(self._store, source, self._trust, staging, self._report_progress)
-                manifest, report = run.run()
+                manifest, report = self._pass(source, staging)
             if expected is not None and report.digest != expected:
                 raise SnapshotRejected("The snapshot changed while it was read.")
             staging.finish()
             self._publish(staging, manifest, report, started)
         self._name_tips(manifest, report)
         return report
+
+    def _pass(self, source: Readable, staging: Staging | None) -> tuple[Manifest, ImportReport]:
+        run = _Pass(self._store, source, self._trust, staging, self._report_progress)
+        with contextlib.closing(run):
+            return run.run()
 
     def _report_progress(self, done: int) -> None:
         if self._progress is not None:
@@ -226,10 +230,15 @@ class _Pass:
         self._staging = staging
         self._progress = progress
         self._sums = hashlib.sha256()
+        self._digests = Digests(self._sums.update)
+        self._is_kept = True
         self._arenas = Arenas()
         self._seen: set[bytes] = set()
         self._admission = Admission(store)
         self.report = ImportReport()
+
+    def close(self) -> None:
+        self._digests.close()
 
     def run(self) -> tuple[Manifest, ImportReport]:
         """Raises SnapshotRejected where anything is not as an export writes it."""
@@ -264,12 +273,13 @@ class _Pass:
             raise SnapshotRejected(
                 "This is not a kvdb snapshot: it does not begin with a manifest."
             )
-        data, digest = self._reader.read(member, MANIFEST_BYTES)
-        self._sums.update(sums_line(digest, MANIFEST))
+        data = self._reader.read(member, MANIFEST_BYTES)
+        self._digests.add(MANIFEST, [data])
         return Manifest.parse(bytes(data))
 
     def _check_sums(self, member: Entry) -> None:
         digest = self._reader.skip(member)
+        self._digests.wait()
         if digest != self._sums.digest():
             raise SnapshotRejected("The snapshot's list of digests does not fit its members.")
         if self._reader.next() is not None:
@@ -290,11 +300,12 @@ class _Pass:
         if entry.nbytes > block_bytes(record) + 2 * HEADER_CAP_BYTES:
             raise SnapshotRejected("The snapshot has a block larger than its layout.")
         if not self._admission.fits(record):
-            self._sums.update(sums_line(self._reader.skip(entry), entry.name))
+            self._digests.known(entry.name, self._reader.skip(entry))
             self.report.incompatible["too_large"] += 1
             return
-        data, digest = self._reader.read(entry, entry.nbytes, partial(self._allocate, record))
-        self._sums.update(sums_line(digest, entry.name))
+        data = self._reader.read(entry, entry.nbytes, partial(self._allocate, record))
+        self._digests.add(entry.name, [data])
+        self._is_kept = False
         try:
             member = parse_member(data, record)
         except IntegrityError as error:
@@ -307,7 +318,10 @@ class _Pass:
 
     def _allocate(self, record: NamespaceRecord, nbytes: int) -> Bytes:
         if self._staging is not None:
+            if not self._is_kept:
+                self._digests.wait()  # the same memory is given again
             return self._staging.allocate(record, nbytes)
+        self._arenas.swap()
         return self._arenas.room(nbytes)
 
     def _take(self, member: Member) -> None:
@@ -327,3 +341,4 @@ class _Pass:
                 if admitted.stands_on_stored:
                     self._staging.anchors.add(admitted.member.parent)
                 self._staging.add(admitted.member)
+                self._is_kept = True
