@@ -48,6 +48,7 @@ from kvdb.match import Match, Namespace, PartRef, find_match
 from kvdb.namespaces import Namespaces
 from kvdb.ramtier import RamTier
 from kvdb.reader import Bytes, Damaged, Location, PartBuffers, ShardReader
+from kvdb.remotes.verbs import Sharing
 from kvdb.restore import Fetch, ReadResult, Want, preload_match, read_cached, read_match, read_wants
 from kvdb.retention import Retention
 from kvdb.room import Room
@@ -67,7 +68,7 @@ log = logging.getLogger("kvdb.store")
 TokenIds = Items[int] | npt.NDArray[np.integer]
 
 
-class Store(Namespaces, Upkeep, Snapshots):
+class Store(Namespaces, Upkeep, Snapshots, Sharing):
     """An open store. Make one with :func:`kvdb.open`; safe to use from several threads.
 
     Everything it returns is a value; what is stored changes only through it. A store opened for

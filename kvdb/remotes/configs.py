@@ -5,6 +5,7 @@ Neither a row nor a URL holds a secret: stores are copied, backed up and queried
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,7 +14,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvdb.config import REMOTE_SECRETS, secret_variable
-from kvdb.errors import StoreMissing, UsageError
+from kvdb.errors import (
+    OutOfSpace,
+    StoreLocked,
+    StoreMissing,
+    StoreReadOnly,
+    StoreUnavailable,
+    UsageError,
+)
 from kvdb.remotes.registry import SCHEMES
 from kvdb.remotes.remote import RemoteConfig
 
@@ -25,6 +33,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 URL = re.compile(r"([a-z0-9]+)://(\S+)")
 OPTION = re.compile(r"[a-z][a-z0-9_]{0,39}")
 MAX_TEXT = 2000
+MAX_ERROR = 500
 DEFAULT_BUDGET_MS = 250
 MAX_BUDGET_MS = 600_000
 COLUMNS = "id, name, url, options, reads, writes, budget_ms"
@@ -33,6 +42,13 @@ FIND = f"SELECT {COLUMNS} FROM remotes WHERE name = ?"  # noqa: S608 - a constan
 INSERT = (
     "INSERT INTO remotes (name, url, options, reads, writes, budget_ms, created_at) "
     "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO NOTHING RETURNING id"
+)
+# Added to, not set: several processes count in one row.
+COUNT = (
+    "UPDATE remotes SET got = got + ?, got_bytes = got_bytes + ?, put = put + ?, "
+    "put_bytes = put_bytes + ?, present = present + ?, rejected = rejected + ?, "
+    "failed = failed + ?, last_error = coalesce(?, last_error), "
+    "last_error_at = iif(? IS NULL, last_error_at, ?) WHERE id = ?"
 )
 DELETE = "DELETE FROM remotes WHERE name = ? RETURNING id"
 
@@ -139,6 +155,27 @@ def remove_spec(store: Store, name: str) -> None:
         row = connection.execute(DELETE, (name,)).fetchone()
     if row is None:
         raise _no_remote(name)
+
+
+def count_transfer(
+    store: Store,
+    spec: RemoteSpec,
+    *,
+    got: tuple[int, int] = (0, 0),
+    put: tuple[int, int] = (0, 0),
+    present: int = 0,
+    rejected: int = 0,
+    failed: int = 0,
+    error: str = "",
+) -> None:
+    """Add what a push or a pull came to to the remote's row: objects (and their bytes). A store
+    that cannot be written now does without."""
+    message = error[:MAX_ERROR] or None
+    now = store.environment.now_us()
+    values = (*got, *put, present, rejected, failed, message, message, now, spec.id)
+    unwritable = contextlib.suppress(StoreLocked, OutOfSpace, StoreUnavailable, StoreReadOnly)
+    with unwritable, store.database.write() as connection:
+        connection.execute(COUNT, values)
 
 
 def check_url(name: str, url: str) -> None:

@@ -165,27 +165,32 @@ class SealedRemote:
         """The key that the passphrase opens; all machines use the one that is there."""
         with self._lock:
             if self._key is None:
-                locked = self._read_key()
-                if locked is None and make:
-                    new = str(require_pyrage().x25519.Identity.generate())
-                    locked = _lock_key(new, self._passphrase)
-                    self._inner.put_many([Put(KEY_OBJECT, [memoryview(locked)])])
-                    locked = self._read_key()  # another machine may have been first
-                if locked is None:
-                    raise RemoteRefused(
-                        f"The remote {self._seal.name} has lost its key ({KEY_OBJECT}), so what it "
-                        "holds cannot be read."
-                    )
-                self._key = require_pyrage().x25519.Identity.from_str(
-                    _unlocked_key(locked, self._passphrase, self._seal.name)
-                )
+                text = self._read_key(make)
+                self._key = require_pyrage().x25519.Identity.from_str(text)
             return self._key
+
+    def _read_key(self, make: bool) -> str:
+        locked = self._fetch_key()
+        if locked is None and make:
+            new = str(require_pyrage().x25519.Identity.generate())
+            mine = bytes(require_pyrage().passphrase.encrypt(new.encode(), self._passphrase))
+            self._inner.put_many([Put(KEY_OBJECT, [memoryview(mine)])])
+            locked = self._fetch_key()
+            if locked == mine:
+                return new
+            # Another machine was first.
+        if locked is None:
+            raise RemoteRefused(
+                f"The key of the remote {self._seal.name} ({KEY_OBJECT}) is not there, so what it "
+                "holds cannot be read."
+            )
+        return _unlocked_key(locked, self._passphrase, self._seal.name)
 
     @property
     def _passphrase(self) -> str:
         return self._seal.passphrase or ""
 
-    def _read_key(self) -> bytes | None:
+    def _fetch_key(self) -> bytes | None:
         """None where there is none; an answer that may mean something else is an error, so that no
         second key is made."""
         buffer = bytearray(MAX_KEY_BYTES)
@@ -215,10 +220,6 @@ def _unlocked_key(locked: bytes, passphrase: str, name: str) -> str:
             f"{secret_variable(name, 'passphrase')}, or its key is damaged."
         ) from error
     return str(text)
-
-
-def _lock_key(key: str, passphrase: str) -> bytes:
-    return bytes(require_pyrage().passphrase.encrypt(key.encode(), passphrase))
 
 
 def _recipients(option: str) -> tuple[Any, ...]:

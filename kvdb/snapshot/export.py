@@ -40,11 +40,12 @@ from kvdb.snapshot.stream import (
     END,
     MANIFEST,
     SUMS,
+    Digests,
     Progress,
     TarReader,
     block_name,
     entry,
-    sums_line,
+    sha256,
 )
 
 if TYPE_CHECKING:
@@ -91,14 +92,14 @@ def export_snapshot(
     if codec is not None and not get_codec(codec).lossless:
         raise UsageError(f"The codec {codec!r} loses bits; a snapshot keeps them.")
     plan = make_plan(store, selection, tokens=tokens, recoded=codec)
-    run = _Export(store, plan, codec, tokens, progress)
     if dry_run:
-        run.report.blocks = len(plan.blocks)
-        run.report.nbytes = plan.manifest.raw_bytes
-        run.report.sequences = len(plan.manifest.sequences)
-        return run.report
+        manifest = plan.manifest
+        return ExportReport(
+            len(plan.blocks), sequences=len(manifest.sequences), nbytes=manifest.raw_bytes
+        )
+    run = _Export(store, plan, codec, tokens, progress)
     started = store.environment.now_us()
-    with _held(store, plan):
+    with contextlib.closing(run), held(store, plan):
         if not isinstance(target, Path):
             _pour(run.buffers(), target, seal)
         else:
@@ -127,9 +128,10 @@ class _Export:
         self._codec = None if codec is None else get_codec(codec)
         self._tokens = tokens
         self._progress = progress
-        self._sums: IO[bytes] = tempfile.SpooledTemporaryFile(SUMS_IN_MEMORY)  # noqa: SIM115 - closed by end
+        self._sums: IO[bytes] = tempfile.SpooledTemporaryFile(SUMS_IN_MEMORY)  # noqa: SIM115 - closed by close
+        self._digests = Digests(self._sums.write)
         self._done = 0
-        # A block is read into one while the one before is written out of the other.
+        # A block is read into one while the one before is hashed and written out of the other.
         self._arenas = Arenas()
         self.report = ExportReport(sequences=len(plan.manifest.sequences))
 
@@ -157,9 +159,9 @@ class _Export:
 
     def end(self) -> Buffers:
         """The list of digests, and the end of the stream."""
+        self._digests.wait()
         self._sums.seek(0)
         sums = self._sums.read()
-        self._sums.close()
         self.report.digest = hashlib.sha256(sums).hexdigest()
         made = [*entry(SUMS, [memoryview(sums)]), memoryview(END)]
         self.report.nbytes += sum(buffer.nbytes for buffer in made)
@@ -174,7 +176,7 @@ class _Export:
 
     def resumed(self, name: str, digest: bytes, nbytes: int) -> None:
         """Count a member that an earlier run wrote."""
-        self._sums.write(sums_line(digest, name))
+        self._digests.known(name, digest)
         self.report.nbytes += nbytes
         if name != MANIFEST:
             self._done += 1
@@ -186,6 +188,7 @@ class _Export:
         self._arenas.swap()
         member = read_member(self._store, record, block.id, self._arenas.take)
         if member is None or member.hash != block.hash:
+            self._arenas.swap()  # the one before may still be hashed and written out of the other
             return None
         if self._codec is not None:
             member = member.recoded(self._codec)
@@ -193,18 +196,19 @@ class _Export:
             member = member.without_tokens()
         return self._entry(block_name(block.namespace, block.hash), member.encode())
 
+    def close(self) -> None:
+        self._digests.close()
+        self._sums.close()
+
     def _entry(self, name: str, buffers: Sequence[memoryview]) -> Buffers:
-        digest = hashlib.sha256()
-        for buffer in buffers:
-            digest.update(buffer)
-        self._sums.write(sums_line(digest.digest(), name))
+        self._digests.add(name, buffers)
         made = entry(name, buffers)
         self.report.nbytes += sum(buffer.nbytes for buffer in made)
         return made
 
 
 @contextmanager
-def _held(store: Store, plan: Plan) -> Iterator[None]:
+def held(store: Store, plan: Plan) -> Iterator[None]:
     """Hold every chain, so that none is evicted while it is written. Where the store cannot be
     written nothing is held, and what others evict meanwhile is left out."""
     holds: list[HeldSequence] = []
@@ -318,9 +322,9 @@ def _resume(run: _Export, file: IO[bytes]) -> None:
     try:
         first = reader.next()
         if first is not None and first.name == MANIFEST:
-            data, digest = reader.read(first, MANIFEST_BYTES)
+            data = reader.read(first, MANIFEST_BYTES)
             if data == run.manifest:
-                run.resumed(MANIFEST, digest, reader.position)
+                run.resumed(MANIFEST, sha256([data]), reader.position)
                 end = reader.position
                 for block in run.plan.blocks:
                     digest = _same_block(run, reader, block)
@@ -341,7 +345,7 @@ def _same_block(run: _Export, reader: TarReader, block: Chosen) -> bytes:
         raise IntegrityError("The partial file goes another way.")
     record = run.plan.manifest.namespaces[block.namespace]
     limit = sum(part.nbytes(record.block_tokens) for part in record.layout.parts)
-    data, digest = reader.read(member, limit + 2 * HEADER_CAP_BYTES)
+    data = reader.read(member, limit + 2 * HEADER_CAP_BYTES)
     if parse_member(data, record).hash != block.hash:
         raise IntegrityError("The partial file holds another block.")
-    return digest
+    return sha256([data])

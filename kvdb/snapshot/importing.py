@@ -11,7 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -38,11 +38,11 @@ from kvdb.snapshot.stream import (
     BLOCK_NAME,
     MANIFEST,
     SUMS,
+    Digests,
     Entry,
     Progress,
     Readable,
     TarReader,
-    sums_line,
 )
 
 if TYPE_CHECKING:
@@ -75,6 +75,26 @@ class ImportReport:
     digest: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What of a snapshot may be taken, for one that came from a tenant: only state of the
+    namespaces with these ``fingerprints``, and one named sequence, which becomes ``name`` of
+    ``tenant`` whatever it is called."""
+
+    fingerprints: frozenset[bytes]
+    name: str
+    tenant: str
+
+    def check(self, manifest: Manifest) -> None:
+        """Raise SnapshotRejected, before anything of the snapshot is stored."""
+        if any(record.fingerprint not in self.fingerprints for record in manifest.namespaces):
+            raise SnapshotRejected(
+                "The snapshot holds state of another model, or of a key space that is not yours."
+            )
+        if len(manifest.sequences) != 1:
+            raise SnapshotRejected("The snapshot must hold the state of one named sequence.")
+
+
 def import_snapshot(
     store: Store,
     opener: Opener,
@@ -83,12 +103,13 @@ def import_snapshot(
     again: bool,
     dry_run: bool = False,
     trust: bool = False,
+    terms: Terms | None = None,
     total_bytes: int = 0,
     progress: Progress | None = None,
 ) -> ImportReport:
     """See :meth:`kvdb.store.Store.import_snapshot`. ``opener`` gives the stream from its start;
     with ``again`` it can do so more than once. ``name`` is kept as where the blocks came from."""
-    run = _Import(store, opener, name, trust, total_bytes, progress)
+    run = _Import(store, opener, name, trust, terms, total_bytes, progress)
     if dry_run:
         return run.look()
     store.require_writable()
@@ -112,6 +133,7 @@ class _Import:
         opener: Opener,
         name: str,
         trust: bool,
+        terms: Terms | None,
         total_bytes: int,
         progress: Progress | None,
     ) -> None:
@@ -119,13 +141,14 @@ class _Import:
         self._opener = opener
         self._name = name
         self._trust = trust
+        self._terms = terms
         self._total = total_bytes
         self._progress = progress
 
     def look(self) -> ImportReport:
         """Verify all of it and say what it holds; nothing is written."""
         with self._opener() as source:
-            return _Pass(self._store, source, self._trust, None, self._report_progress).run()[1]
+            return self._pass(source, None)[1]
 
     def store_it(self, *, evict: bool, expected: str | None = None) -> ImportReport:
         """Stage, verify, publish."""
@@ -133,14 +156,19 @@ class _Import:
         staging = Staging(self._store, evict=evict)
         with contextlib.closing(staging):
             with self._opener() as source:
-                run = _Pass(self._store, source, self._trust, staging, self._report_progress)
-                manifest, report = run.run()
+                manifest, report = self._pass(source, staging)
             if expected is not None and report.digest != expected:
                 raise SnapshotRejected("The snapshot changed while it was read.")
             staging.finish()
             self._publish(staging, manifest, report, started)
         self._name_tips(manifest, report)
         return report
+
+    def _pass(self, source: Readable, staging: Staging | None) -> tuple[Manifest, ImportReport]:
+        check = None if self._terms is None else self._terms.check
+        run = _Pass(self._store, source, self._trust, check, staging, self._report_progress)
+        with contextlib.closing(run):
+            return run.run()
 
     def _report_progress(self, done: int) -> None:
         if self._progress is not None:
@@ -178,7 +206,10 @@ class _Import:
     def _name_tips(self, manifest: Manifest, report: ImportReport) -> None:
         """Make the named sequences whose tips are here now and whose names are free."""
         spaces = {space.fingerprint: space for space in self._store.namespaces()}
+        tenant = "" if self._terms is None else self._terms.tenant
         for sequence in manifest.sequences:
+            if self._terms is not None:
+                sequence = replace(sequence, name=self._terms.name)
             space = spaces.get(manifest.namespaces[sequence.namespace].fingerprint)
             try:
                 if space is None:
@@ -186,7 +217,11 @@ class _Import:
                 if self._has(sequence):
                     continue
                 self._store.sequence(
-                    space, sequence.tip, name=sequence.name, ttl_seconds=self._ttl(sequence)
+                    space,
+                    sequence.tip,
+                    name=sequence.name,
+                    ttl_seconds=self._ttl(sequence),
+                    tenant=tenant,
                 )
             except (StoreMissing, UsageError, QuotaExceeded) as error:
                 report.sequences_left.append((sequence.name, str(error)))
@@ -217,23 +252,32 @@ class _Pass:
         store: Store,
         source: Readable,
         trust: bool,
+        check: Callable[[Manifest], None] | None,
         staging: Staging | None,
         progress: Callable[[int], None],
     ) -> None:
         self._store = store
         self._reader = TarReader(source)
         self._trust = trust
+        self._check = check
         self._staging = staging
         self._progress = progress
         self._sums = hashlib.sha256()
+        self._digests = Digests(self._sums.update)
+        self._is_kept = True
         self._arenas = Arenas()
         self._seen: set[bytes] = set()
         self._admission = Admission(store)
         self.report = ImportReport()
 
+    def close(self) -> None:
+        self._digests.close()
+
     def run(self) -> tuple[Manifest, ImportReport]:
         """Raises SnapshotRejected where anything is not as an export writes it."""
         manifest = self._manifest()
+        if self._check is not None:
+            self._check(manifest)
         if not manifest.tokens and not self._trust:
             raise SnapshotRejected(
                 "The snapshot has no tokens, so nothing proves which prompts its state belongs to; "
@@ -264,12 +308,13 @@ class _Pass:
             raise SnapshotRejected(
                 "This is not a kvdb snapshot: it does not begin with a manifest."
             )
-        data, digest = self._reader.read(member, MANIFEST_BYTES)
-        self._sums.update(sums_line(digest, MANIFEST))
+        data = self._reader.read(member, MANIFEST_BYTES)
+        self._digests.add(MANIFEST, [data])
         return Manifest.parse(bytes(data))
 
     def _check_sums(self, member: Entry) -> None:
         digest = self._reader.skip(member)
+        self._digests.wait()
         if digest != self._sums.digest():
             raise SnapshotRejected("The snapshot's list of digests does not fit its members.")
         if self._reader.next() is not None:
@@ -290,11 +335,12 @@ class _Pass:
         if entry.nbytes > block_bytes(record) + 2 * HEADER_CAP_BYTES:
             raise SnapshotRejected("The snapshot has a block larger than its layout.")
         if not self._admission.fits(record):
-            self._sums.update(sums_line(self._reader.skip(entry), entry.name))
+            self._digests.known(entry.name, self._reader.skip(entry))
             self.report.incompatible["too_large"] += 1
             return
-        data, digest = self._reader.read(entry, entry.nbytes, partial(self._allocate, record))
-        self._sums.update(sums_line(digest, entry.name))
+        data = self._reader.read(entry, entry.nbytes, partial(self._allocate, record))
+        self._digests.add(entry.name, [data])
+        self._is_kept = False
         try:
             member = parse_member(data, record)
         except IntegrityError as error:
@@ -307,7 +353,10 @@ class _Pass:
 
     def _allocate(self, record: NamespaceRecord, nbytes: int) -> Bytes:
         if self._staging is not None:
+            if not self._is_kept:
+                self._digests.wait()  # the same memory is given again
             return self._staging.allocate(record, nbytes)
+        self._arenas.swap()
         return self._arenas.room(nbytes)
 
     def _take(self, member: Member) -> None:
@@ -327,3 +376,4 @@ class _Pass:
                 if admitted.stands_on_stored:
                     self._staging.anchors.add(admitted.member.parent)
                 self._staging.add(admitted.member)
+                self._is_kept = True

@@ -120,17 +120,10 @@ class Manifest:
 
 
 def _parse(document: dict[str, Any]) -> Manifest:
-    records = tuple(NamespaceRecord.from_document(item) for item in document["namespaces"])
+    records = tuple(parse_namespace(item) for item in document["namespaces"])
     fingerprints = [record.fingerprint for record in records]
     if fingerprints != sorted(set(fingerprints)):
         raise SnapshotRejected("The snapshot's namespaces are out of order.")
-    for record in records:
-        _text(record.model)
-        if record.build is not None:
-            _text(record.build)
-        _texts(record.identity.weights, record.identity.config, *record.identity.adapters)
-        if record.identity.code is not None:
-            _text(record.identity.code)
     if not (type(document["tokens"]) is bool and isinstance(document["codecs"], dict)):
         raise SnapshotRejected("The snapshot's manifest has values of wrong types.")
     if document["recoded"] is not None:
@@ -160,6 +153,18 @@ def _parse(document: dict[str, Any]) -> Manifest:
         _number(document["blocks"], MAX_INTEGER),
         _number(document["raw_bytes"], MAX_INTEGER),
     )
+
+
+def parse_namespace(document: dict[str, Any]) -> NamespaceRecord:
+    """A namespace from elsewhere; its fingerprint follows from the rest. Raises IntegrityError, or
+    one of MALFORMED."""
+    record = NamespaceRecord.from_document(document)
+    _texts(record.model, record.identity.weights, record.identity.config)
+    _texts(*record.identity.adapters)
+    for text in (record.build, record.identity.code):
+        if text is not None:
+            _text(text)
+    return record
 
 
 def _texts(*values: object) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvdb.errors import StoreMissing, UsageError
@@ -12,6 +13,7 @@ from kvdb.snapshot.manifest import BuildNote, Manifest, NamedTip, codec_notes
 
 if TYPE_CHECKING:
     from kvdb.driver import Connection
+    from kvdb.sandbox import SqlResult
     from kvdb.store import Store
 
 # More than a member's header, tar header and padding take, beside 4 bytes a token.
@@ -26,10 +28,13 @@ LIVE_BLOCKS = (
     "(SELECT sum(nbytes) FROM parts WHERE block_id = b.id), "
     "(SELECT sum(raw_nbytes) FROM parts WHERE block_id = b.id), "
     "(SELECT group_concat(codec) FROM parts WHERE block_id = b.id), b.build_id, "
-    "(SELECT length(tokens) > 0 FROM block_tokens WHERE block_id = b.id) "
+    "(SELECT length(tokens) > 0 FROM block_tokens WHERE block_id = b.id), b.depth "
     "FROM blocks AS b WHERE b.state = 'live'"
 )
-NAMESPACES = "SELECT id, fingerprint, model FROM namespaces ORDER BY fingerprint"
+NAMESPACES = (
+    "SELECT id, fingerprint, model, length(salt) > 0 AND live_blocks > 0 "
+    "FROM namespaces ORDER BY fingerprint"
+)
 NAMED = (
     "SELECT name, namespace_id, tip_id, expires_at FROM sequences "
     "WHERE name IS NOT NULL AND tip_id IS NOT NULL ORDER BY name"
@@ -41,36 +46,43 @@ BUILDS = "SELECT id, namespace_id, digest, description FROM builds ORDER BY dige
 class Selection:
     """What to take; all of the store without any. Conditions add up.
 
-    ``where`` is an SQL condition on the view block_usage; ``since_us`` and ``base`` leave out what
-    was stored before a time (Unix µs) and what another snapshot holds; ``max_bytes`` bounds the
-    snapshot, which then holds the hottest blocks. Ancestors come along, but for those left out by
-    ``since_us`` and ``base``.
+    ``where`` is an SQL condition on the view block_usage; ``ids`` are those of blocks; ``since_us``
+    and ``base`` leave out what was stored before a time (Unix µs) and what another snapshot holds;
+    ``max_bytes`` bounds the snapshot, which then holds the hottest blocks. Ancestors come along,
+    but for those left out by ``since_us`` and ``base``. Without ``salted`` the namespaces of
+    tenants of their own stay here.
     """
 
     sequences: tuple[str, ...] = ()
     where: str | None = None
+    ids: Set[int] | None = None
     model: str | None = None
     since_us: int | None = None
     base: Set[bytes] | None = None
     max_bytes: int | None = None
+    salted: bool = True
 
 
 class Chosen(NamedTuple):
-    """A block to be written: its row, its parent's, the number of its namespace, its hash."""
+    """A block to be written: its row, its parent's, the number of its namespace, its hash and
+    depth."""
 
     id: int
     parent_id: int | None
     namespace: int
     hash: bytes
+    depth: int
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``blocks`` in order, parents first; ``leaves`` hold all of them."""
+    """``blocks`` in order, parents first; ``leaves`` hold all of them. ``salted`` namespaces with
+    blocks were left out for their salt."""
 
     manifest: Manifest
     blocks: tuple[Chosen, ...]
     leaves: tuple[Chosen, ...]
+    salted: int
 
 
 class _Row(NamedTuple):
@@ -87,6 +99,7 @@ class _Row(NamedTuple):
     codecs: str
     build_id: int | None
     has_tokens: int | None
+    depth: int
 
     @property
     def cost(self) -> int:
@@ -98,9 +111,14 @@ class _Row(NamedTuple):
 def make_plan(store: Store, selection: Selection, *, tokens: bool, recoded: str | None) -> Plan:
     """Choose and order. Raises StoreMissing for a sequence or model that is not there, QueryError
     for a bad condition."""
-    named_ids = _where(store, selection.where)
+    named_ids = selection.ids
+    if selection.where is not None:
+        found = ids_where(
+            selection.where, partial(store.sql, limit=MAX_ROWS, deadline=WHERE_SECONDS)
+        )
+        named_ids = found if named_ids is None else found & named_ids
     with store.database.read() as connection:
-        namespaces = _namespaces(connection, selection.model)
+        namespaces, salted = _namespaces(connection, selection)
         rows = {
             row.id: row
             for row in map(_Row._make, connection.execute(LIVE_BLOCKS))
@@ -134,7 +152,8 @@ def make_plan(store: Store, selection: Selection, *, tokens: bool, recoded: str 
             sum(rows[id_].raw_nbytes or 0 for id_ in chosen),
         )
     parents = {block.parent_id for block in blocks}
-    return Plan(manifest, blocks, tuple(block for block in blocks if block.id not in parents))
+    leaves = tuple(block for block in blocks if block.id not in parents)
+    return Plan(manifest, blocks, leaves, salted)
 
 
 def _builds(
@@ -149,42 +168,43 @@ def _builds(
     return tuple(sorted(found, key=lambda build: (build.namespace, build.digest)))
 
 
-def _where(store: Store, where: str | None) -> set[int] | None:
-    if where is None:
-        return None
+def ids_where(where: str, run: Callable[[str], SqlResult]) -> Set[int]:
+    """Ids of the blocks of which a condition on block_usage holds; ``run`` runs it, sandboxed.
+    Raises QueryError, UsageError."""
     # On lines of its own, so that a comment in the condition ends before the bracket does.
-    result = store.sql(
-        f"SELECT id FROM block_usage WHERE (\n{where}\n)",  # noqa: S608 - run in the sandbox
-        limit=MAX_ROWS,
-        deadline=WHERE_SECONDS,
-    )
+    result = run(f"SELECT id FROM block_usage WHERE (\n{where}\n)")  # noqa: S608 - sandboxed
     if result.columns != ("id",):
         raise UsageError("--where takes a condition on the columns of block_usage.")
     return {row[0] for row in result.rows}
 
 
-def _namespaces(connection: Connection, model: str | None) -> dict[int, bytes]:
-    """Ids of the namespaces to look at, in order of their fingerprints."""
+def _namespaces(connection: Connection, selection: Selection) -> tuple[dict[int, bytes], int]:
+    """The namespaces to look at, in order of their fingerprints, and how many are left out for
+    their salt."""
     found = connection.execute(NAMESPACES).fetchall()
-    if model is None:
-        return {id_: fingerprint for id_, fingerprint, _ in found}
-    chosen = {
-        id_: fingerprint
-        for id_, fingerprint, name in found
-        if name == model or (len(model) >= 8 and fingerprint.hex().startswith(model.lower()))
-    }
-    if not chosen:
-        raise StoreMissing(
-            f"The store holds nothing of the model {model!r}; see kvdb ls namespaces."
-        )
-    return chosen
+    model = selection.model
+    if model is not None:
+        found = [row for row in found if is_model(model, row[2], row[1])]
+        if not found:
+            raise StoreMissing(
+                f"The store holds nothing of the model {model!r}; see kvdb ls namespaces."
+            )
+    left = 0 if selection.salted else sum(row[3] for row in found)
+    kept = {row[0]: row[1] for row in found if selection.salted or not row[3]}
+    return kept, left
+
+
+def is_model(wanted: str, name: str, fingerprint: bytes) -> bool:
+    """True when ``--model`` means this namespace: by its model's name, or by how its fingerprint
+    begins."""
+    return name == wanted or (len(wanted) >= 8 and fingerprint.hex().startswith(wanted.lower()))
 
 
 def _wanted(
     rows: dict[int, _Row],
     named: Iterable[tuple[str, int, int, int | None]],
     sequences: tuple[str, ...],
-    ids: set[int] | None,
+    ids: Set[int] | None,
 ) -> Set[int]:
     wanted: set[int] = set(rows)
     if sequences:
@@ -264,5 +284,5 @@ def _ordered(rows: dict[int, _Row], chosen: set[int], numbers: dict[int, int]) -
     stack = last_first(roots)
     while stack:
         row = rows[stack.pop()]
-        yield Chosen(row.id, row.parent_id, numbers[row.namespace_id], row.hash)
+        yield Chosen(row.id, row.parent_id, numbers[row.namespace_id], row.hash, row.depth)
         stack += last_first(children.get(row.id, []))

@@ -1,8 +1,8 @@
-"""Staging: blocks of a snapshot on their way into the store.
+"""Staging: blocks of a snapshot, or of a remote, on their way into the store.
 
 Blocks are written into shards whose rows say ``writing`` and whose files keep their temporary
 names: nobody sees them, they count in the limit, and whoever opens the store after a crash sweeps
-them. Only when all of the snapshot is verified do they become visible, in short transactions.
+them. Only when they are published do they become visible, in short transactions.
 """
 
 from __future__ import annotations
@@ -56,7 +56,12 @@ WHY_NO_ROOM = {
 
 
 class NoRoom(OutOfSpace):
-    """The snapshot does not fit beside what is stored."""
+    """What comes does not fit beside what is stored: for want of disk space, for a ``quota`` or
+    for the ``limit``."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"There is no room for it in the store: {WHY_NO_ROOM[reason]}.")
+        self.reason = reason
 
 
 class _Staged(NamedTuple):
@@ -77,6 +82,7 @@ class Staging:
         self._evict = evict
         self._run: list[Member] = []
         self._run_header = 0
+        self._run_bytes = 0
         self._arenas = Arenas()
         self._given = 0
         self._staged: list[_Staged] = []
@@ -91,25 +97,26 @@ class Staging:
         """Memory for the next member of ``record``'s namespace; given again unless :meth:`add`
         keeps it. Raises NoRoom, or OutOfSpace and the like when blocks taken before cannot be
         written."""
-        if self._run and (
-            self._run[0].record is not record
-            or len(self._run) >= RUN_BLOCKS
-            or self._run_header > RUN_HEADER_BYTES
-            or self._arenas.used + nbytes > RUN_BYTES
-        ):
-            self._flush()
+        self._close_run(record, self._arenas.used + nbytes)
         self._arenas.reserve(RUN_BYTES)
         self._given = nbytes
         return self._arenas.room(nbytes)
 
     def add(self, member: Member) -> None:
         """Take the block that lies in the memory allocated last."""
-        self._run.append(member)
-        self._run_header += _header_bytes(member)
+        self._append(member)
         self._arenas.keep(self._given)
 
+    def take(self, member: Member) -> None:
+        """Take a block in memory of its own, which nobody changes any more. Raises what
+        :meth:`allocate` raises; then it is not taken. One staging has either blocks of its own
+        memory, or these."""
+        self._close_run(member.record, self._run_bytes + member.payload_bytes)
+        self._append(member)
+
     def finish(self) -> None:
-        """Make everything durable that was added; it is still invisible."""
+        """Make everything durable that was added; it is still invisible. Raises what
+        :meth:`allocate` raises."""
         self._flush()
         self._wait()
 
@@ -119,7 +126,7 @@ class Staging:
         first: Callable[[Connection], None],
         count: Callable[[int, int], None],
     ) -> None:
-        """Make all blocks visible, a shard at a time, parents first.
+        """Make all blocks visible, a shard at a time, parents first; then more can be added.
 
         ``builds`` are descriptions by namespace fingerprint and digest; ``first`` is run in the
         first transaction; ``count`` is told how many blocks of each shard were stored, and how
@@ -135,6 +142,9 @@ class Staging:
             count(stored, dropped)
             if dead:
                 self._store.require_retention().sweep_dead()
+        # What is published counts in quotas by itself, and stands on its own.
+        self._part_bytes.clear()
+        self.anchors.clear()
         self._store.reader.sweep()
 
     def close(self) -> None:
@@ -151,11 +161,27 @@ class Staging:
 
     # -- writing -----------------------------------------------------------------------------
 
+    def _close_run(self, record: NamespaceRecord, nbytes: int) -> None:
+        """Write the run out if a block of ``record`` does not go into it, with which it would have
+        ``nbytes``."""
+        if self._run and (
+            self._run[0].record is not record
+            or len(self._run) >= RUN_BLOCKS
+            or self._run_header > RUN_HEADER_BYTES
+            or nbytes > RUN_BYTES
+        ):
+            self._flush()
+
+    def _append(self, member: Member) -> None:
+        self._run.append(member)
+        self._run_header += _header_bytes(member)
+        self._run_bytes += member.payload_bytes
+
     def _flush(self) -> None:
         if not self._run:
             return
         run, self._run = self._run, []
-        self._run_header = 0
+        self._run_header = self._run_bytes = 0
         record = run[0].record
         buffers, _, nbytes = encode_shard(record, [member.block() for member in run])
         namespace_id = self._namespace(record)
@@ -169,7 +195,7 @@ class Staging:
             evict=self._evict,
         )
         if not isinstance(found, Reservation):
-            raise NoRoom(f"The snapshot does not fit into the store: {WHY_NO_ROOM[found]}.")
+            raise NoRoom(found)
         self._staged.append(_Staged(found, namespace_id))
         self._wait()
         self._syncing = self._executor.submit(self._room.reservations.stage, found, buffers)

@@ -6,6 +6,7 @@ device, long name, sparse file or other extension can be told in one.
 
 from __future__ import annotations
 
+import concurrent.futures
 import hashlib
 import re
 import tarfile
@@ -60,6 +61,42 @@ def sums_line(digest: bytes, name: str) -> bytes:
     return f"{digest.hex()}  {name}\n".encode()
 
 
+def sha256(buffers: Sequence[memoryview]) -> bytes:
+    digest = hashlib.sha256()
+    for buffer in buffers:
+        digest.update(buffer)
+    return digest.digest()
+
+
+class Digests:
+    """Makes the list of digests, line after line: while a member is hashed, which takes longer
+    than all else, the next one can be read. ``write`` is given the lines."""
+
+    def __init__(self, write: Callable[[bytes], object]) -> None:
+        self._write = write
+        self._executor = concurrent.futures.ThreadPoolExecutor(1, "kvdb-digest")
+        self._hashing: tuple[str, concurrent.futures.Future[bytes]] | None = None
+
+    def add(self, name: str, buffers: Sequence[memoryview]) -> None:
+        """Hash the next member. Its bytes must stay until :meth:`wait`, or until the next one was
+        added."""
+        self.wait()
+        self._hashing = name, self._executor.submit(sha256, buffers)
+
+    def known(self, name: str, digest: bytes) -> None:
+        """The next member's digest."""
+        self.wait()
+        self._write(sums_line(digest, name))
+
+    def wait(self) -> None:
+        hashing, self._hashing = self._hashing, None
+        if hashing is not None:
+            self._write(sums_line(hashing[1].result(), hashing[0]))
+
+    def close(self) -> None:
+        self._executor.shutdown()
+
+
 class TarReader:
     """Reads a snapshot's stream from its start to its end. Everything raises SnapshotRejected for
     bytes that are not such a stream."""
@@ -91,19 +128,15 @@ class TarReader:
         member: Entry,
         limit: int,
         allocate: Callable[[int], Bytes] = empty_bytes,
-    ) -> tuple[memoryview, bytes]:
-        """A member's bytes, in memory that ``allocate`` gives for their number, and their SHA-256.
-        One larger than ``limit`` is refused unread."""
+    ) -> memoryview:
+        """A member's bytes, in memory that ``allocate`` gives for their number. One larger than
+        ``limit`` is refused unread."""
         if member.nbytes > limit:
             raise SnapshotRejected(f"{member.name} says it has {member.nbytes} bytes.")
         data = allocate(member.nbytes).data
-        digest = hashlib.sha256()
-        for at in range(0, member.nbytes, PIECE_BYTES):
-            piece = data[at : at + PIECE_BYTES]
-            self._fill(piece)
-            digest.update(piece)
+        self._fill(data)
         self._padding(member)
-        return data.toreadonly(), digest.digest()
+        return data.toreadonly()
 
     def skip(self, member: Entry) -> bytes:
         """A member's SHA-256; nothing is kept of it."""

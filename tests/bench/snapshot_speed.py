@@ -68,10 +68,18 @@ def fill(path: Path, blocks: int) -> None:
         assert store.put(namespace, tokens, payloads).wait().stored == blocks
 
 
-def imported(snapshot: Path, path: Path) -> None:
-    """Into a new store, which is opened and closed too."""
+def imported(snapshot: Path, path: Path) -> float:
+    """Seconds, into an empty store that is open."""
     with kvdb.open(path) as store:
+        start = time.perf_counter()
         store.import_snapshot(snapshot)
+        return time.perf_counter() - start
+
+
+def seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def main() -> None:
@@ -81,11 +89,6 @@ def main() -> None:
     options = parser.parse_args()
     times: dict[str, list[float]] = {}
     waits: list[float] = []
-
-    def timed(name: str, call: Callable[[], object]) -> None:
-        start = time.perf_counter()
-        call()
-        times.setdefault(name, []).append(time.perf_counter() - start)
 
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         root = Path(folder)
@@ -99,15 +102,15 @@ def main() -> None:
             # What was written is removed before the next is timed, and the first round does not
             # count: pages that a virtual machine gets for the first time cost ten times as much.
             for round_ in range(options.rounds + 1):
-                calls: list[tuple[str, Callable[[], object]]] = [
-                    ("cp", lambda: copy(root / "first", root / "new")),
-                    ("export", lambda: exported(root / "new")),
+                calls: list[tuple[str, Callable[[], float]]] = [
+                    ("cp", lambda: seconds(lambda: copy(root / "first", root / "new"))),
+                    ("export", lambda: seconds(lambda: exported(root / "new"))),
                     ("import", lambda: imported(root / "first", root / "b")),
-                    ("cp again", lambda: copy(root / "first", root / "new")),
+                    ("cp again", lambda: seconds(lambda: copy(root / "first", root / "new"))),
                 ]
                 turn = round_ % len(calls)
                 for name, call in calls[turn:] + calls[:turn]:
-                    timed(name, call)
+                    times.setdefault(name, []).append(call())
                     (root / "new").unlink(missing_ok=True)
                     shutil.rmtree(root / "b", ignore_errors=True)
                 waits.append(beside_a_writer(root / "first", root / "b"))

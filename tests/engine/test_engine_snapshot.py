@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_model import Run, equal, prompt_tokens, run, write_model
 from zoo import write_species
@@ -14,6 +15,7 @@ from zoo import write_species
 import kvdb
 from kvdb.errors import SnapshotRejected
 from kvdb.store import Store
+from kvdb.writer import Payload
 
 PROMPT = prompt_tokens(150)
 
@@ -49,6 +51,28 @@ def test_the_first_request_there_is_a_full_skip(
     assert longer.stats.computed_tokens <= 20
     changed = make_engine(other, write_model(tmp_path / "changed", seed=1), block_tokens=64)
     assert run(changed, PROMPT, reuse=reuse).stats.restored_tokens == 0
+
+
+def test_other_state_under_the_same_hashes_would_be_seen(
+    tmp_path: Path, store: Store, other: Store, make_engine: Any
+) -> None:
+    """The twin of the test above, so that its comparisons can fail: one layer's values differ."""
+    model = write_model(tmp_path / "model")
+    here = make_engine(store, model, block_tokens=64)
+    there = make_engine(other, model, block_tokens=64)
+    run(here, PROMPT)
+    run(there, [5])
+    assert store.flush()
+    tokens = np.array(PROMPT, dtype=np.uint32)
+    changed: list[Payload] = []
+    for block in store.match(store.namespaces()[0], tokens).blocks:
+        parts = {name: np.array(store.read_part(part)) for name, part in block.parts.items()}
+        parts["kv:0"].view(np.float32)[-100:] *= 2
+        changed.append(Payload(block.index, parts))
+    assert other.put(other.namespaces()[0], tokens, changed).wait().stored == len(changed)
+    right, wrong = (run(engine, [*PROMPT, 3], max_tokens=12) for engine in (here, there))
+    assert wrong.stats.restored_tokens == right.stats.restored_tokens > 0
+    assert not equal(right, wrong, "max")
 
 
 def test_a_failed_import_damages_nothing(
