@@ -48,7 +48,8 @@ class Clock:
 
 
 class Peer:
-    """A remote and what is known of it. ``changed`` is called when there is something to count."""
+    """A remote and what is known of it. ``changed`` has what was counted written
+    soon; what went well can wait for the next request's row."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Peer:
         self.fetching = Crew(f"kvdb-fetch-{spec.name}", FETCHING)
         self._clock = clock.environment
         self._opener = opener
-        self._changed = changed
+        self.changed = changed
         self._remote: Remote | None = None
         self._opening = threading.Lock()
         self._known: dict[str, _Known] = {}
@@ -107,11 +108,8 @@ class Peer:
         except Exception as error:
             self.went_wrong(error)
             raise
-        else:
-            self.breaker.succeeded()
-            self.counters.down(None)
-        finally:
-            self._changed()
+        self.breaker.succeeded()
+        self.counters.down(None)
 
     def went_wrong(self, error: Exception) -> None:
         self.breaker.failed()
@@ -119,6 +117,7 @@ class Peer:
         now = self._clock.now_us()
         self.counters.went_wrong(str(error) or type(error).__name__, now)
         self.counters.down(now + int(self.breaker.down_seconds * 1e6))
+        self.changed()
         if not isinstance(error, KvdbError | OSError):
             log.error("the remote %s failed, by a defect", self.name, exc_info=error)
 
@@ -129,7 +128,7 @@ class Peer:
         down = self.breaker.down_seconds
         if down:
             self.counters.down(self._clock.now_us() + int(down * 1e6))
-        self._changed()
+        self.changed()
 
     # -- what is there -----------------------------------------------------------------------
 

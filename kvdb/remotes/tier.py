@@ -140,7 +140,7 @@ class Tier:
                 peer.close()
         if not self._store.read_only:
             with contextlib.suppress(KvdbError), self._store.database.write() as connection:
-                self._count(connection)
+                self.count(connection)
 
     # -- counting ----------------------------------------------------------------------------
 
@@ -150,11 +150,12 @@ class Tier:
                 return
             self._pending = True
         try:
-            self._store.later(self._count)
+            self._store.later(self.count)
         except KvdbError:
             self._pending = False  # the store is closing: close writes the rest
 
-    def _count(self, connection: Connection) -> None:
+    def count(self, connection: Connection) -> None:
+        """Add what was counted since the last time to the rows, in the caller's transaction."""
         self._pending = False
         for peer in self.peers:
             peer.counters.write(connection)
