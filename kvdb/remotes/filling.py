@@ -69,6 +69,10 @@ class Filling:
             self._put(ready)
         except KvdbError as error:
             log.warning("what came from a remote is not stored: %s", error)
+            ticket = Ticket(len(ready))
+            ticket.drop(type(error).__name__)
+            ticket.finish()
+            self.tickets.append(ticket)
 
     def _in_order(self, member: Member | None) -> list[Member]:
         """What can be put now: a part that came before its block, such as logits, waits for it."""
