@@ -26,6 +26,7 @@ from kvdb.remotes.naming import (
     parse_namespace_key,
 )
 from kvdb.remotes.packing import unpack
+from kvdb.remotes.probe import PROBE_KEY
 from kvdb.remotes.remote import Remote, RemoteError
 from kvdb.remotes.report import INTERRUPTED, PullReport
 from kvdb.remotes.runs import Runs
@@ -111,7 +112,7 @@ class _Pull:
             key = parse_block_key(listed.key)
             if key is not None:
                 keys.add(key, listed.nbytes)
-            elif parse_namespace_key(listed.key) is None:
+            elif parse_namespace_key(listed.key) is None and listed.key != PROBE_KEY:
                 self._report.foreign += 1
             if not number % 1000:
                 self._go_on(0, 0)
