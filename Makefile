@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test torture lint types wheel model browser unit clean
+.PHONY: help demo test torture lint types wheel model browser servers unit clean
 
 help:
 	@echo "make demo   the demo on a small real model (pulled on the first run)"
@@ -34,7 +34,11 @@ browser: .venv/.dev
 	@command -v chromium chromium-browser google-chrome >/dev/null || \
 		$(BIN)/playwright install --only-shell chromium || true
 
-unit: .venv/.dev browser
+# Redis and what Mooncake needs of the system, by apt-get where that asks no password.
+servers: .venv/.dev
+	bash tests/servers.sh $(BIN)
+
+unit: .venv/.dev browser servers
 	$(BIN)/pytest -q
 
 torture: .venv/.dev

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.events import Hold, Request, Skip, Stats
 from engine.plan import Plan
+from engine.remote import RemoteUse
 from kvdb.history import RequestRecord
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class Accounts:
         self.unmasked: str | None = None  # why holes of an approximate request were refilled
         self.kl: float | None = None
         self.bytes_read = self.bytes_ram = 0
+        self.remote = RemoteUse()
+        self.remote_blocks: frozenset[int] = frozenset()  # of the match, by index
         self.damaged = False
         self.shared = False  # another request computed the prompt
         self.shared_steps = 0
@@ -67,7 +70,9 @@ class Accounts:
             self.restored, self.masked, self._skip = steps.start, 0, "full"
             self.unmasked = None
         if self.match is not None:
-            used = [self.match.blocks[index].id for index in steps.reads]
+            blocks = [self.match.blocks[index] for index in steps.reads]
+            used = [block.id for block in blocks if block.id >= 0]
+            self.remote.tokens = sum(b.token_count for b in blocks if b.index in self.remote_blocks)
             if steps.shared and self.match.shared is not None:
                 used.append(self.match.shared.block.id)
             self._touched = tuple(used)
@@ -75,7 +80,7 @@ class Accounts:
     def set_up(self, ms: float) -> None:
         """The caches stand ready: what is restored took this long. Where nothing was, that is a
         part of computing the prompt."""
-        if self.restored or self.bytes_read or self.bytes_ram:
+        if self.restored or self.bytes_read or self.bytes_ram or self.remote.nbytes:
             self.restore_ms = ms
         else:
             self.prefill_ms = ms
@@ -115,6 +120,8 @@ class Accounts:
             miss_reason=self._miss_reason(block_tokens),
             bytes_read=self.bytes_read,
             bytes_ram=self.bytes_ram,
+            bytes_remote=self.remote.nbytes,
+            remote_tokens=self.remote.tokens,
             shared_steps=self.shared_steps,
             alone=alone,
             held=self.held,
@@ -162,6 +169,13 @@ class Accounts:
             tip_hash=tip_hash,
             bytes_read=stats.bytes_read,
             bytes_ram=stats.bytes_ram,
+            bytes_remote=stats.bytes_remote,
+            remote=self.remote.name,
+            remote_decision=self.remote.decision,
+            remote_tokens=stats.remote_tokens,
+            remote_ms=self.remote.ms,
+            load_estimate_ms=self.remote.load_ms,
+            compute_estimate_ms=self.remote.compute_ms,
             load_ms=stats.load_ms,
             warmup_ms=stats.warmup_ms,
             queued_ms=stats.queued_ms,

@@ -1,10 +1,11 @@
-"""Does this build compute the state that a namespace holds? One stored block says."""
+"""Does this build compute the state that a namespace holds, or that another build did? One block
+says."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -31,13 +32,15 @@ HALF_TOLERANCE = 5e-2
 ATTEMPTS = 3
 
 # The live block nearest to a root, one with a recurrent state if there are such, and the tokens
-# from the root to it.
+# from the root to it. What other builds brought along is not what the namespace is about.
 SHALLOWEST_CHAIN = """
 WITH RECURSIVE chain (id, parent_id, depth) AS (
     SELECT id, parent_id, depth FROM (
         SELECT b.id, b.parent_id, b.depth
         FROM blocks AS b JOIN block_tokens AS t ON t.block_id = b.id
         WHERE b.namespace_id = ? AND b.state = 'live' AND length(t.extra) <= 4
+            AND coalesce((SELECT verdict FROM builds WHERE id = b.build_id), 'compatible')
+                = 'compatible'
         ORDER BY NOT EXISTS (SELECT 1 FROM parts WHERE block_id = b.id
             AND part >= 'state:' AND part < 'state;'), b.depth, b.token_count DESC, b.id LIMIT 1)
     UNION ALL
@@ -45,7 +48,7 @@ WITH RECURSIVE chain (id, parent_id, depth) AS (
 )
 SELECT t.tokens FROM chain LEFT JOIN block_tokens AS t ON t.block_id = chain.id ORDER BY depth
 """
-VERDICT = "SELECT verdict FROM builds WHERE namespace_id = ? AND digest = ?"
+VERDICT = "SELECT verdict, id FROM builds WHERE namespace_id = ? AND digest = ?"
 
 
 def build_digest(description: Mapping[str, Any]) -> str:
@@ -89,7 +92,9 @@ def open_storage(
     if verdict == "unchecked":
         difference = _measure(store, namespace, model, caches)
         if difference is None:
-            verdict = "compatible"
+            verdict = "compatible"  # of what there is nothing, this build defines
+            if build is not None:
+                build = store.set_verdict(build, True, 0.0)
         else:
             verdict = "compatible" if difference <= 1 else "incompatible"
             if build is not None:
@@ -103,7 +108,7 @@ def open_storage(
     if verdict == "incompatible":
         namespace = named(digest)
         build, _ = _known_build(store, namespace, digest, description)
-    return Storage(store, namespace, build)
+    return Storage(store, namespace, build, digest)
 
 
 def _known_build(
@@ -137,8 +142,12 @@ def _measure(
         stored = _stored(store, match)
         if stored is None:  # damaged, and dropped by now: the next one
             continue
-        computed = _computed(tokens, match, stored, model, caches())
-        return _difference(namespace.layout, stored, computed, match.blocks[-1].token_count)
+        steps = compare(namespace, tokens, match.blocks[-1].start, stored, model, caches())
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return float(end.value)
     return float("inf")
 
 
@@ -160,23 +169,25 @@ def _stored(store: Store, match: Match) -> Parts | None:
     return parts
 
 
-def _computed(
+def compare(
+    namespace: Namespace,
     tokens: Tokens,
-    match: Match,
-    names: Collection[str],
+    start: int,
+    stored: Parts,
     model: mlxlm.CountingModel,
     caches: list[Any],
-) -> Parts:
-    namespace, block = match.namespace, match.blocks[-1]
+) -> Generator[None, None, float]:
+    """Compute the block of ``tokens`` that begins at ``start``, and return how far it is from what
+    is ``stored`` of it, in units of the tolerance. Yields between two steps of the model."""
     live = LiveState(namespace.layout, caches)
-    prefill = Prefill(model, live, tokens, namespace.block_tokens, True)
-    for _ in prefill.run(0, len(tokens)):
-        pass
-    return {
-        part.name: live.cut(part, block.start, block.end)
+    for _ in Prefill(model, live, tokens, namespace.block_tokens, True).run(0, len(tokens)):
+        yield
+    computed = {
+        part.name: live.cut(part, start, len(tokens))
         for part in namespace.layout.parts
-        if part.name in names and not part.is_mark
+        if part.name in stored and not part.is_mark
     }
+    return _difference(namespace.layout, stored, computed, len(tokens) - start)
 
 
 def _difference(layout: Layout, stored: Parts, computed: Parts, tokens: int) -> float:

@@ -202,8 +202,9 @@ class Stats:
 
     ``forwarded_tokens`` were counted in the model call itself, ``forwarded_prompt_tokens`` of them
     before the first decode step. ``matched_tokens`` were found, whatever was then restored.
-    ``bytes_read`` came from shards, ``bytes_ram`` from the RAM tier. An answer that shares
-    another's prompt has restored it, without reading anything. ``shared_steps`` decode steps were
+    ``bytes_read`` came from shards, ``bytes_ram`` from the RAM tier, ``bytes_remote`` from remotes:
+    the state of ``remote_tokens``. An answer that shares another's prompt has restored it, without
+    reading anything. ``shared_steps`` decode steps were
     made together with other requests'; ``alone`` says why none can be, where that is so. ``held``
     says whether the state is held for its ``ttl_seconds``, ``holds`` what became of each mark.
 
@@ -232,6 +233,8 @@ class Stats:
     miss_reason: str | None = None
     bytes_read: int = 0
     bytes_ram: int = 0
+    bytes_remote: int = 0
+    remote_tokens: int = 0
     shared_steps: int = 0
     alone: str | None = None
     held: bool = False

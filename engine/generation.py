@@ -209,7 +209,7 @@ class Generation:
             self._took.settle(steps, ends=True)
             yield PromptEnd(logits)
             return choice
-        steps, live = self._restore(steps)
+        steps, live = yield from self._restore(steps)
         yield Progress(self.done, len(self._prompt))
         computed = yield from self._compute(steps, live)
         raw = None if computed is None else logits_bytes(computed)
@@ -239,13 +239,13 @@ class Generation:
         yield from self._lookup.find()
         steps, logits = self._lookup.plan(), None
         if steps.stored_logits:
-            logits = self._lookup.stored_logits()
+            logits = yield from self._lookup.stored_logits()
             if logits is None:
                 steps = self._lookup.plan(logits_ok=False)
         self._took.lookup_ms = since(began)
         return steps, logits
 
-    def _restore(self, steps: Plan) -> tuple[Plan, LiveState]:
+    def _restore(self, steps: Plan) -> Generator[Turn, Row, tuple[Plan, LiveState]]:
         """Read what the plan restores; what cannot be read makes another plan, the request goes
         on."""
         began = time.perf_counter()
@@ -254,11 +254,12 @@ class Generation:
             self._live = LiveState(None, worker.new_caches())
             self._took.settle(steps)
             return steps, self._live
-        self._buffers = worker.buffers(layout, capacity_for(len(self._prompt), self._room))
+        buffers = worker.buffers(layout, capacity_for(len(self._prompt), self._room))
+        self._buffers = buffers
         # Stored logits that could not be read before cannot be now.
-        steps = self._lookup.read(steps, self._buffers, logits_ok=bool(self._generated))
+        steps = yield from self._lookup.read(steps, buffers, logits_ok=bool(self._generated))
         caches = worker.new_caches()
-        self._live = self._buffers.live(masked(caches, steps.masks) if steps.masks else caches)
+        self._live = buffers.live(masked(caches, steps.masks) if steps.masks else caches)
         self._took.settle(steps)
         if steps.masks:
             self._live.clear(steps.masks)
@@ -473,6 +474,7 @@ class Generation:
         if self._storage is None:
             return
         cut_short = self._finish in CUT_SHORT
+        self._storage.speed.took(stats.computed_tokens + stats.refilled_tokens, stats.prefill_ms)
         self._storage.record(
             self._took.record(
                 stats,
@@ -481,7 +483,7 @@ class Generation:
                 self._tip_hash(),
                 cut_short=cut_short,
             ),
-            () if self._recorder is None else self._recorder.tickets,
+            [*self._lookup.tickets, *(self._recorder.tickets if self._recorder else ())],
             self.given.segments,
             self._worker.remember(self._request, self.given, self._generated, "".join(self._said)),
         )

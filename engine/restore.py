@@ -124,9 +124,13 @@ class Buffers:
         if not wants:
             return None
         read = storage.read(match, wants)
+        self.loaded(steps, read)
+        return read
+
+    def loaded(self, steps: Plan, read: Read) -> None:
+        """What a plan wants was read, but for what is lost."""
         lost = {index for index, _ in read.lost}
         self._loaded.update(index for index in steps.reads if index not in lost)
-        return read
 
     def _jump_wants(self, jump: Jump, match: Match) -> list[Want]:
         memory = self._jumps.setdefault(jump, {})

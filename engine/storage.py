@@ -8,13 +8,16 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from engine.builds import Builds, Speed
 from engine.events import HoldState, Mark, Reuse
 from kvdb.errors import KvdbError, QuotaExceeded, StoreMissing
+from kvdb.explain.remembered import seconds_per_token
 from kvdb.history import RequestRecord
 from kvdb.identity import Tokens, chain_hashes
 from kvdb.prefetch import ReadBlock, Staging, Wanted, stream_blocks
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from kvdb.builds import Build
     from kvdb.match import Match, Namespace, PartRef
     from kvdb.reader import Location
-    from kvdb.restore import Want
+    from kvdb.restore import Fetch, Want
     from kvdb.sequences import Lease
     from kvdb.sequences import Sequence as Running
     from kvdb.store import Store
@@ -78,10 +81,14 @@ class Storage:
     """One store, one namespace, one build. No method raises a KvdbError: each failure is logged
     once per kind, and answered as if nothing were stored."""
 
-    def __init__(self, store: Store, namespace: Namespace, build: Build | None) -> None:
+    def __init__(
+        self, store: Store, namespace: Namespace, build: Build | None, digest: str | None = None
+    ) -> None:
         self.store = store
         self.namespace = namespace
         self.build = build
+        self.builds = Builds(store, namespace, build, digest)
+        self.speed = Speed(partial(self._try, self._past_speed, None))
         self._said: set[str] = set()
         self._queued: list[_Queued] = []
 
@@ -104,9 +111,14 @@ class Storage:
                 exact_build=exact,
                 share_tail=exact is None,
                 tenant=tenant,
+                trusted=self.builds.trusted if exact is None else None,
             ),
             None,
         )
+
+    def _past_speed(self) -> float | None:
+        with self.store.database.read() as connection:
+            return seconds_per_token(connection, self.namespace.id)
 
     def written(self, tokens: Tokens) -> Callable[[], bool]:
         """A question whether all queued puts are done that the look-up of ``tokens`` could meet;
@@ -162,9 +174,10 @@ class Storage:
         if lease is not None:
             self._try(lease.release, None)
 
-    def read(self, match: Match, wants: Sequence[Want]) -> Read:
-        """Read what is wanted; after a failure all of it counts as lost."""
-        result = self._try(lambda: self.store.read_parts(match, wants), None)
+    def read(self, match: Match, wants: Sequence[Want], fetch: Fetch | None = None) -> Read:
+        """Read what is wanted, with ``fetch`` also from remotes; after a failure all of it counts
+        as lost."""
+        result = self._try(lambda: self.store.read_parts(match, wants, fetch), None)
         if result is None:
             every = frozenset((index, want.part) for want in wants for index in want.blocks)
             return Read(every, False, 0)
@@ -212,10 +225,14 @@ class Storage:
             None,
         )
         if ticket is not None:
-            start = payloads[0].index * self.namespace.block_tokens
-            self._queued = [queued for queued in self._queued if not queued.ticket.done]
-            self._queued.append(_Queued(tokens, start, ticket))
+            self.expect(tokens, payloads[0].index, [ticket])
         return ticket
+
+    def expect(self, tokens: Tokens, index: int, tickets: Sequence[Ticket]) -> None:
+        """Look-ups of ``tokens`` are to wait for these puts, of blocks from ``index`` on."""
+        start = index * self.namespace.block_tokens
+        self._queued = [queued for queued in self._queued if not queued.ticket.done]
+        self._queued += [_Queued(tokens, start, ticket) for ticket in tickets]
 
     def record(
         self,

@@ -7,7 +7,7 @@ are inserted only after the file is published.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -112,6 +112,8 @@ class Committer:
         self._spreader = spreader
         self._ram = ram
         self._pinned = False
+        # Told the hashes of blocks that were computed here, once they are stored.
+        self.announce: Callable[[Sequence[bytes]], None] | None = None
 
     def commit(self, jobs: Sequence[PutJob], tasks: Sequence[Task]) -> None:
         """Store ``jobs`` and run ``tasks`` in the same transaction. Raises KvdbError or OSError
@@ -149,6 +151,8 @@ class Committer:
         for ticket, stored in visible.counted:
             ticket.count(stored=int(stored), present=int(not stored))
         self._admit(published)
+        if self.announce is not None and visible.computed:
+            self.announce(visible.computed)
         if dead:
             self._retention.sweep_dead()
         self._reader.sweep()
@@ -336,6 +340,7 @@ class _Jobs:
         self._visible = Visible(connection, now)
         self._thinned: list[int] = []
         self.counted: list[tuple[Ticket, bool]] = []
+        self.computed: list[bytes] = []  # hashes of blocks that were not imported
         self._placed: dict[tuple[int, int], tuple[int, ShardBlock]] = {
             (id(member.job), member.payload.index): (place.id, member.block)
             for place, shard in placed
@@ -376,4 +381,6 @@ class _Jobs:
                 break
             tip, stored = found
             self.counted.append((job.ticket, stored))
+            if stored and job.origin != "import":
+                self.computed.append(job.hashes[payload.index])
         return tip

@@ -55,6 +55,12 @@ class RequestRecord:
     tip_hash: bytes | None = None
     unstored: str | None = None
     kl: float | None = None
+    remote: str | None = None
+    remote_decision: str | None = None
+    remote_tokens: int = 0
+    remote_ms: float | None = None
+    load_estimate_ms: float | None = None
+    compute_estimate_ms: float | None = None
 
     def __post_init__(self) -> None:
         """Raise UsageError for a row that the table would refuse."""
@@ -74,6 +80,7 @@ class RequestRecord:
             self.bytes_read,
             self.bytes_ram,
             self.bytes_remote,
+            self.remote_tokens,
         )
         if any(type(n) is not int or not 0 <= n < 1 << 62 for n in counts):
             raise UsageError("The counts of a request must be integers from 0 on.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,6 +17,9 @@ from kvdb.layout import Layout
 
 # The deepest tails come first: more than these are not looked at.
 MAX_STATE_TAILS = 256
+# Builds whose state was not compared with this namespace's, or is not the same.
+DISTRUSTED = "SELECT id, verdict FROM builds WHERE namespace_id = ? AND verdict <> 'compatible'"
+NOWHERE = -1
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -33,7 +36,8 @@ class Namespace:
 @dataclass(slots=True)
 class MatchedBlock:
     """A stored block of the prompt, not to be changed. ``live`` is False for a hole: its payload is
-    gone, or it may not be used in exact mode."""
+    gone, or it may not be used: in exact mode, or as another build computed it. The ``id`` of one
+    that only a remote has is negative."""
 
     id: int
     hash: bytes
@@ -51,12 +55,17 @@ class MatchedBlock:
 
 
 class PartRef(NamedTuple):
-    """One part of a block, and the shard row and byte offset where it lay at the match."""
+    """One part of a block, and the shard row and byte offset where it lay at the match; or one
+    that a remote has."""
 
     block_id: int
     part: str
     shard_id: int
     offset: int
+
+    @property
+    def is_remote(self) -> bool:
+        return self.shard_id == NOWHERE
 
 
 class SharedTail(NamedTuple):
@@ -73,6 +82,9 @@ class Match:
 
     ``hashes`` are those of all blocks of the prompt, of which the first ``matched`` are held.
     ``rows`` are the index's rows of these (see index.CHAIN_PARTS); read ``blocks`` instead.
+    ``elsewhere`` are parts that remotes have, by block index: blocks beyond the matched ones,
+    what fills holes, what live ones lack. ``distrusted`` are verdicts of builds, by id, whose
+    blocks count as holes.
     """
 
     namespace: Namespace
@@ -84,6 +96,8 @@ class Match:
     exact_build: int | None
     shared: SharedTail | None
     miss_reason: str | None
+    distrusted: Mapping[int, str] = field(default_factory=dict)
+    elsewhere: Mapping[int, Collection[str]] = field(default_factory=dict)
 
     @cached_property
     def blocks(self) -> tuple[MatchedBlock, ...]:
@@ -96,6 +110,7 @@ class Match:
                 index_ -= 1
                 last = id_
                 usable = live and (exact_build is None or (exact and build_id == exact_build))
+                usable = usable and build_id not in self.distrusted
                 block = MatchedBlock(
                     id_,
                     self.hashes[index_],
@@ -111,12 +126,37 @@ class Match:
             if part is not None:
                 block.parts[part] = PartRef(id_, part, *where)
         blocks.reverse()
-        return tuple(blocks)
+        return tuple(self._with_elsewhere(blocks) if self.elsewhere else blocks)
+
+    def _with_elsewhere(self, blocks: list[MatchedBlock]) -> list[MatchedBlock]:
+        """The same with what remotes have: what is here goes before what is there."""
+        size, required = self.namespace.block_tokens, set(self.namespace.layout.required)
+        for index_ in range(len(blocks), 1 + max(self.elsewhere)):
+            start = index_ * size
+            count = min(size, len(self.tokens) - start)
+            blocks.append(
+                MatchedBlock(
+                    -1 - index_, self.hashes[index_], index_, start, count, False, False, None, {}
+                )
+            )
+        for index_, names in self.elsewhere.items():
+            block = blocks[index_]
+            parts = {name: PartRef(-1 - index_, name, NOWHERE, 0) for name in names}
+            if block.live:
+                block.parts = parts | block.parts
+            elif required.issubset(parts):
+                block.id, block.live, block.parts = -1 - index_, True, parts
+        return blocks
+
+    def extended(self, elsewhere: Mapping[int, Collection[str]]) -> Match:
+        """The same match with parts that remotes have."""
+        return replace(self, elsewhere=elsewhere)
 
     @property
     def token_count(self) -> int:
         """Tokens covered by ``blocks``, holes included."""
-        return min(self.matched * self.namespace.block_tokens, len(self.tokens))
+        count = max(self.matched, 1 + max(self.elsewhere, default=-1))
+        return min(count * self.namespace.block_tokens, len(self.tokens))
 
     @cached_property
     def holes(self) -> tuple[int, ...]:
@@ -143,7 +183,7 @@ class Match:
     @property
     def complete(self) -> bool:
         """True when ``blocks`` cover the whole prompt (holes included)."""
-        return self.matched == len(self.hashes)
+        return len(self.hashes) in (self.matched, 1 + max(self.elsewhere, default=-1))
 
     @property
     def logits(self) -> PartRef | None:
@@ -170,38 +210,46 @@ def find_match(
     *,
     exact_build: int | None = None,
     share_tail: bool = True,
+    trusted: Collection[int] | None = None,
 ) -> Match:
-    """Match ``tokens`` inside one transaction."""
+    """Match ``tokens`` inside one transaction. See :meth:`kvdb.store.Store.lease`."""
     hashes = chain_hashes(namespace.fingerprint, tokens, namespace.block_tokens, extra_keys)
     count, tip_id = index.deepest_held(connection, hashes)
     rows: list[tuple[Any, ...]] = []
     if tip_id is not None:
         rows = connection.execute(index.CHAIN_PARTS, (tip_id,)).fetchall()
+    distrusted: dict[int, str] = {}
+    if trusted is not None:
+        verdicts = connection.execute(DISTRUSTED, (namespace.id,))
+        distrusted = {build: verdict for build, verdict in verdicts if build not in trusted}
     match = Match(
-        namespace, tokens, tuple(extra_keys), tuple(hashes), count, rows, exact_build, None, None
+        namespace,
+        tokens,
+        tuple(extra_keys),
+        tuple(hashes),
+        count,
+        rows,
+        exact_build,
+        None,
+        None,
+        distrusted,
     )
     if share_tail and exact_build is None:
         shared = None
         if namespace.layout.states:
             shared = _state_tail(connection, match)
         elif count < len(hashes) and namespace.layout.cuttable:
-            shared = _shared_tail(connection, namespace, tokens, extra_keys, count, tip_id)
+            shared = _shared_tail(connection, match)
         if shared is not None:
             match = replace(match, shared=shared)
     reason = _miss_reason(connection, match)
     return match if reason is None else replace(match, miss_reason=reason)
 
 
-def _shared_tail(
-    connection: Connection,
-    namespace: Namespace,
-    tokens: Tokens,
-    extra_keys: Sequence[ExtraKey],
-    count: int,
-    tip_id: int | None,
-) -> SharedTail | None:
+def _shared_tail(connection: Connection, match: Match) -> SharedTail | None:
     """Among the newest children of the last matched block (a full one, since the prompt goes on),
     the one with the longest common prefix."""
+    namespace, tokens, count, tip_id = match.namespace, match.tokens, match.matched, match.tip_id
     start = count * namespace.block_tokens
     rest = tokens[start : start + namespace.block_tokens]
     if tip_id is None:
@@ -210,11 +258,12 @@ def _shared_tail(
         rows = connection.execute(index.CHILDREN, (tip_id, index.MAX_SIBLINGS)).fetchall()
     if not rows:
         return None
-    extra = encode_extra(extra_by_block(extra_keys, namespace.block_tokens).get(count, []))
+    extras = extra_by_block(match.extra_keys, namespace.block_tokens)
+    extra = encode_extra(extras.get(count, []))
     best, best_count = None, 0
     for row in rows:
         # Another image in the block makes another state; where it lies is not in the hash.
-        if row[7] != extra:
+        if row[7] != extra or row[5] in match.distrusted:
             continue
         count = common_prefix(rest, np.frombuffer(row[6], dtype="<u4"))
         if count > best_count:
@@ -251,6 +300,8 @@ def _state_tail(connection: Connection, match: Match) -> SharedTail | None:
         start = depth * size
         if start + count > last or row[7] != encode_extra(extras.get(depth, [])):
             continue
+        if row[5] in match.distrusted:
+            continue
         if np.array_equal(match.tokens[start : start + count], own):
             tail = _tail(connection, row, start, count)
             if states <= tail.block.parts.keys():
@@ -270,13 +321,14 @@ def _miss_reason(connection: Connection, match: Match) -> str | None:
     exact_build = match.exact_build
     unusable = any(
         not (row[2] and (exact_build is None or (row[3] and row[4] == exact_build)))
+        or row[4] in match.distrusted
         for row in match.rows
     )
     if match.complete and not unusable:
         return None
     hole = match.blocks[match.holes[0]] if unusable else None
     if hole is not None and hole.parts:
-        return "inexact"  # its payload is there, but not computed as exact mode needs it
+        return "inexact"  # its payload is there, but not as it is needed: see MatchedBlock.live
     missing = hole.hash if hole is not None else match.hashes[match.matched]
     evicted = connection.execute(index.LAST_EVICTION, (missing,)).fetchone()
     if evicted is not None:

@@ -97,6 +97,10 @@ class Namespaces:
             ).fetchall()
         return [Namespace(i, f, m, Layout.from_json(la), b) for i, f, m, la, b in rows]
 
+    def describe(self, namespace: Namespace) -> NamespaceRecord:
+        """A namespace as members and shards describe it. Raises UsageError for another store's."""
+        return self._record(namespace)
+
     def _record(self, namespace: Namespace) -> NamespaceRecord:
         record = self._records.get(namespace.id)
         if record is None:

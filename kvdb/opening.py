@@ -64,7 +64,8 @@ class _OldSchema(KvdbError):
 @dataclass(frozen=True, slots=True)
 class Options:
     """How to open a store; see :func:`open_store`. ``ram`` is the budget of the RAM tier in bytes,
-    ``read_workers`` threads read, and up to ``read_ahead`` blocks wait for who uses them."""
+    ``read_workers`` threads read, and up to ``read_ahead`` blocks wait for who uses them. With
+    ``remotes`` those that the store knows are used (kvdb/remotes/tier.py)."""
 
     create: bool = True
     read_only: bool = False
@@ -80,6 +81,7 @@ class Options:
     history_evictions: int | None = None
     history_hours: int | None = None
     program: str = "python"
+    remotes: bool = False
 
 
 def open_store(
@@ -205,7 +207,7 @@ def _open_writable(
         group_bytes=limit.shard_bytes,
         seconds=environment.seconds,
     )
-    return Store(
+    store = Store(
         root,
         database,
         limit,
@@ -225,6 +227,9 @@ def _open_writable(
         process_lock=process_lock,
         durability=options.durability,
     )
+    if options.remotes:
+        _attach_remotes(store, committer)
+    return store
 
 
 def _open_read_only(root: Path, options: Options, environment: Environment) -> Store:
@@ -250,7 +255,7 @@ def _open_read_only(root: Path, options: Options, environment: Environment) -> S
         if lock is not None:
             lock.release()
         raise
-    return Store(
+    store = Store(
         root,
         database,
         limit,
@@ -264,6 +269,22 @@ def _open_read_only(root: Path, options: Options, environment: Environment) -> S
         locks=() if lock is None else (lock,),
         durability="process",
     )
+    if options.remotes:
+        _attach_remotes(store, None)
+    return store
+
+
+def _attach_remotes(store: Store, committer: Committer | None) -> None:
+    """Use the remotes that the store knows; none of them is opened now."""
+    from kvdb.remotes.configs import load_specs
+    from kvdb.remotes.tier import attach
+
+    with store.database.read() as connection:
+        specs = load_specs(connection)
+    if specs:
+        store.remotes = attach(store, specs)
+        if committer is not None:
+            committer.announce = store.remotes.stored
 
 
 def _prepare_folder(fs: FileSystem, root: Path, create: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvdb.damage import read_or_report
 from kvdb.errors import UsageError
@@ -42,6 +42,13 @@ class ReadResult:
     ram_nbytes: int = 0
 
 
+class Fetch(Protocol):
+    """Gets parts that remotes have into place."""
+
+    def __call__(self, items: Sequence[Item]) -> Sequence[Item]:
+        """Returns those that it could not get: their buffers hold anything."""
+
+
 class _Count(NamedTuple):
     """Bytes read from shards, and bytes from the RAM tier."""
 
@@ -71,7 +78,9 @@ def read_match(
     return replace(result, bad=bad)
 
 
-def read_wants(store: Store, match: Match, wants: Sequence[Want]) -> ReadResult:
+def read_wants(
+    store: Store, match: Match, wants: Sequence[Want], fetch: Fetch | None = None
+) -> ReadResult:
     """See :meth:`kvdb.store.Store.read_parts`."""
     for want in wants:
         if want.part not in match.namespace.layout.by_name:
@@ -79,11 +88,15 @@ def read_wants(store: Store, match: Match, wants: Sequence[Want]) -> ReadResult:
         _check_indices(match, want.blocks)
     store.reader.sweep()
     store.ram.begin()
-    work = [item for want in wants for item in _items(match, want)]
+    items = [item for want in wants for item in _items(match, want)]
+    remote = [item for item in items if item.is_remote] if match.elsewhere else []
+    work = [item for item in items if not item.is_remote] if remote else items
     places = store.locate(sorted({item.block.id for item in work}))
     # Reading and verifying leave the interpreter's lock, so blocks overlap on several cores.
     counts = list(store.spread(lambda item: _read(store, places, item), work))
     failed = [item for item, count in zip(work, counts, strict=True) if count is None]
+    if remote:
+        failed += remote if fetch is None else fetch(remote)
     return _result(
         counts,
         ((item.block.index, item.part) for item in failed if not item.shared),
@@ -92,7 +105,7 @@ def read_wants(store: Store, match: Match, wants: Sequence[Want]) -> ReadResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
+class Item:
     """The first ``tokens`` tokens of a block's part, to land at token ``position`` of a target."""
 
     part: str
@@ -102,13 +115,18 @@ class _Item:
     tokens: int
     shared: bool
 
+    @property
+    def is_remote(self) -> bool:
+        reference = self.block.parts.get(self.part)
+        return reference is not None and reference.is_remote
+
 
 def _check_indices(match: Match, blocks: Sequence[int]) -> None:
     if any(not 0 <= index < len(match.blocks) for index in blocks):
         raise UsageError(f"The match has {len(match.blocks)} blocks; there are no others to read.")
 
 
-def _items(match: Match, want: Want) -> list[_Item]:
+def _items(match: Match, want: Want) -> list[Item]:
     chosen = [(match.blocks[i], match.blocks[i].token_count, False) for i in want.blocks]
     if want.shared_tokens:
         if match.shared is None:
@@ -120,12 +138,12 @@ def _items(match: Match, want: Want) -> list[_Item]:
     spec = match.namespace.layout.by_name[want.part]
     target = PartTarget(spec, want.buffers, end - want.start)
     return [
-        _Item(want.part, target, block, block.start - want.start, tokens, shared)
+        Item(want.part, target, block, block.start - want.start, tokens, shared)
         for block, tokens, shared in chosen
     ]
 
 
-def _read(store: Store, places: Mapping[tuple[int, str], Location], item: _Item) -> _Count | None:
+def _read(store: Store, places: Mapping[tuple[int, str], Location], item: Item) -> _Count | None:
     """The bytes that reading took, or None when the part is gone or damaged."""
     place = places.get((item.block.id, item.part))
     if place is not None and place.hash != item.block.hash:
@@ -133,7 +151,7 @@ def _read(store: Store, places: Mapping[tuple[int, str], Location], item: _Item)
     return read_or_report(store.report_damage, place, lambda place: _fill(store, place, item))
 
 
-def _fill(store: Store, place: Location, item: _Item) -> _Count:
+def _fill(store: Store, place: Location, item: Item) -> _Count:
     """From the RAM tier; else by way of it where it wants the part, else straight from disk."""
     stored_tokens = item.block.token_count
     ram, key = store.ram, PartKey.of(place)

@@ -6,11 +6,11 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -49,7 +49,7 @@ from kvdb.namespaces import Namespaces
 from kvdb.ramtier import RamTier
 from kvdb.reader import Bytes, Damaged, Location, PartBuffers, ShardReader
 from kvdb.remotes.verbs import Sharing
-from kvdb.restore import ReadResult, Want, preload_match, read_cached, read_match, read_wants
+from kvdb.restore import Fetch, ReadResult, Want, preload_match, read_cached, read_match, read_wants
 from kvdb.retention import Retention
 from kvdb.room import Room
 from kvdb.segments import Segment
@@ -59,6 +59,9 @@ from kvdb.snapshot.verbs import Snapshots
 from kvdb.spread import R, Spreader, T
 from kvdb.upkeep import Upkeep
 from kvdb.writer import Payload, PutJob, Ticket, Writer, check_payloads, fitting
+
+if TYPE_CHECKING:
+    from kvdb.remotes.tier import Tier
 
 log = logging.getLogger("kvdb.store")
 
@@ -105,6 +108,7 @@ class Store(Namespaces, Upkeep, Snapshots, Sharing):
         # For engines: state that stays on a device whose memory the host does not share.
         self.device_ram: RamTier[Any] = RamTier()
         self.read_ahead = read_ahead
+        self.remotes: Tier | None = None  # see Options.remotes
         self._retention = retention
         self._compactor = compactor
         self._room = room
@@ -136,6 +140,9 @@ class Store(Namespaces, Upkeep, Snapshots, Sharing):
         try:
             if self._writer is not None:
                 self._writer.close()
+            if self.remotes is not None:
+                self.remotes.close()
+            if self._writer is not None:
                 self._refresh_backup()
             if self._process_id is not None and self._process_lock is not None:
                 recovery.deregister(self.database, self._process_lock, self._process_id)
@@ -218,43 +225,36 @@ class Store(Namespaces, Upkeep, Snapshots, Sharing):
         exact_build: int | None = None,
         share_tail: bool = True,
         tenant: str = "",
+        trusted: Collection[int] | None = None,
     ) -> Lease:
         """A match whose blocks are held by a running sequence of this process. On a read-only
-        store nothing is held, and a block may vanish before it is read."""
+        store nothing is held, and a block may vanish before it is read. With ``trusted`` blocks of
+        builds that are not compatible (kvdb.builds) are not used, but for these builds'."""
         array = as_tokens(tokens)
-        if self._writer is not None:
-            # When it cannot be written now, a match that nothing holds is still a match.
-            with contextlib.suppress(StoreLocked, OutOfSpace, StoreUnavailable, StoreReadOnly):
-                return self._hold(namespace, array, extra_keys, exact_build, share_tail, tenant)
-        match = self.match(
-            namespace,
-            array,
-            extra_keys=extra_keys,
-            exact_build=exact_build,
-            share_tail=share_tail,
-        )
-        return Lease(match, None)
 
-    def _hold(
-        self,
-        namespace: Namespace,
-        array: Tokens,
-        extra_keys: Items[ExtraKey],
-        exact_build: int | None,
-        share_tail: bool,
-        tenant: str,
-    ) -> Lease:
-        with self.database.write() as connection:
-            if self._closed:
-                raise StoreClosed("This store object is closed.")
-            match = find_match(
+        def find(connection: Any) -> Match:
+            return find_match(
                 connection,
                 namespace,
                 array,
                 extra_keys,
                 exact_build=exact_build,
                 share_tail=share_tail,
+                trusted=trusted,
             )
+
+        if self._writer is not None:
+            # When it cannot be written now, a match that nothing holds is still a match.
+            with contextlib.suppress(StoreLocked, OutOfSpace, StoreUnavailable, StoreReadOnly):
+                return self._hold(namespace, find, tenant)
+        with self.database.read() as connection:
+            return Lease(find(connection), None)
+
+    def _hold(self, namespace: Namespace, find: Callable[[Any], Match], tenant: str) -> Lease:
+        with self.database.write() as connection:
+            if self._closed:
+                raise StoreClosed("This store object is closed.")
+            match = find(connection)
             tip = match.tip_id
             if match.shared is not None and match.shared.block.index == match.matched:
                 tip = match.shared.block.id  # holds the matched blocks too: it stands on them
@@ -287,10 +287,13 @@ class Store(Namespaces, Upkeep, Snapshots, Sharing):
         """
         return read_match(self, match, into, blocks, shared)
 
-    def read_parts(self, match: Match, wants: Items[Want]) -> ReadResult:
+    def read_parts(
+        self, match: Match, wants: Items[Want], fetch: Fetch | None = None
+    ) -> ReadResult:
         """Read chosen parts of chosen blocks into given buffers, in one pass, verified: what a
-        model needs that does not look at every token (see :class:`Want`)."""
-        return read_wants(self, match, wants)
+        model needs that does not look at every token (see :class:`Want`). What only remotes have
+        comes by ``fetch`` (see Tier.fetch); without one it is lost."""
+        return read_wants(self, match, wants, fetch)
 
     def spread(self, function: Callable[[T], R], items: Items[T]) -> Iterable[R]:
         """Map ``function`` over ``items`` in the store's reader threads."""
@@ -333,10 +336,12 @@ class Store(Namespaces, Upkeep, Snapshots, Sharing):
         exact: bool = False,
         build_id: int | None = None,
         advance: Sequence | None = None,
+        hashes: Items[bytes] | None = None,
     ) -> Ticket:
         """Store blocks of one chain, in the background. ``tokens`` is the whole prefix to the end
-        of the last payload's block. Raises UsageError for a payload that does not fit the layout;
-        what cannot be stored is said by the ticket."""
+        of the last payload's block, ``hashes`` those of its blocks, where they are known. Raises
+        UsageError for a payload that does not fit the layout; what cannot be stored is said by the
+        ticket."""
         writer = self._require_writer()
         array = as_tokens(tokens)
         check_payloads(namespace, len(array), payloads)
@@ -344,7 +349,8 @@ class Store(Namespaces, Upkeep, Snapshots, Sharing):
             raise UsageError(f"origin must be one of {', '.join(ORIGINS)}, not {origin!r}.")
         if build_id is not None and build_id not in self._builds:
             raise UsageError("build_id must be the id of a build that this store object gave.")
-        hashes = chain_hashes(namespace.fingerprint, array, namespace.block_tokens, extra_keys)
+        if hashes is None:
+            hashes = chain_hashes(namespace.fingerprint, array, namespace.block_tokens, extra_keys)
         ticket = Ticket(len(payloads))
         job = PutJob(
             namespace,

@@ -30,23 +30,48 @@ class Incoming:
 def missing_parts(connection: Connection, block: Incoming, names: Collection[str]) -> list[str]:
     """Which of these parts the store lacks, or must replace by exact ones."""
     row = index.find_block(connection, block.hash)
-    if row is None or _replaces(block, row):
+    if row is None or _replaces(connection, block, row):
         return list(names)
-    if row.state == "live" and row.exact and not block.exact:
-        return []  # inexact logits under an exact row would be sampled from in exact mode
+    if not _may_mix(connection, block, row):
+        return []
     have = {part for part, *_ in connection.execute(index.BLOCK_PARTS, (row.id,))}
     return [name for name in names if name not in have]
 
 
-def _replaces(block: Incoming, row: index.BlockRow) -> bool:
-    """An exact block replaces its inexact twin, or one of another build."""
-    return (
-        block.exact and row.state == "live" and not (row.exact and row.build_id == block.build_id)
-    )
+def _replaces(connection: Connection, block: Incoming, row: index.BlockRow) -> bool:
+    """An exact block replaces its inexact twin, or one of another build. Nobody here may use state
+    of a build that is not compatible: it replaces none, and any other replaces it."""
+    if row.state != "live":
+        return False
+    if row.build_id != block.build_id:
+        if _verdict(connection, block.build_id) != "compatible":
+            return False
+        if _verdict(connection, row.build_id) == "incompatible":
+            return True
+    return block.exact and not (row.exact and row.build_id == block.build_id)
+
+
+def _may_mix(connection: Connection, block: Incoming, row: index.BlockRow) -> bool:
+    """Whether parts may be added to a live block that is not replaced. Inexact logits under an
+    exact row would be sampled from in exact mode, and those of a build that was not compared would
+    pass for the row's."""
+    if row.state != "live":
+        return True
+    same = row.build_id == block.build_id
+    trusted = same or _verdict(connection, block.build_id) == "compatible"
+    return trusted and block.exact >= row.exact
+
+
+def _verdict(connection: Connection, build_id: int | None) -> str:
+    """Of a build; one that is not known is unchecked, and none is not to be checked."""
+    if build_id is None:
+        return "compatible"
+    row = connection.execute("SELECT verdict FROM builds WHERE id = ?", (build_id,)).fetchone()
+    return "unchecked" if row is None else str(row[0])
 
 
 class Visible:
-    """See the module. ``emptied`` are shards that lost parts to exact twins."""
+    """See the module. ``emptied`` are shards that lost parts to twins that replaced them."""
 
     def __init__(self, connection: Connection, now: int) -> None:
         self._connection = connection
@@ -70,14 +95,15 @@ class Visible:
         names = {part.part for part in block.parts} if block is not None else set()
         whole = names.issuperset(incoming.layout.required)
         if row is not None and row.state == "live":
-            if (row.exact and not incoming.exact) or (_replaces(incoming, row) and not whole):
-                return row.id, False  # inexact parts, or some of another build, must not mix in
-            if block is not None and _replaces(incoming, row):
+            replaces = _replaces(connection, incoming, row)
+            if not whole if replaces else not _may_mix(connection, incoming, row):
+                return row.id, False
+            if block is not None and replaces:
                 self.emptied += [s for (s,) in connection.execute(index.BLOCK_SHARDS, (row.id,))]
                 connection.execute(index.DELETE_PARTS, (row.id,))
                 connection.execute(
-                    "UPDATE blocks SET exact = 1, build_id = ? WHERE id = ?",
-                    (incoming.build_id, row.id),
+                    "UPDATE blocks SET exact = ?, build_id = ?, origin = ? WHERE id = ?",
+                    (int(incoming.exact), incoming.build_id, incoming.origin, row.id),
                 )
             return row.id, self._insert_parts(row.id, shard_id, block)
         if block is None or not whole:

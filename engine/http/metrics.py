@@ -117,6 +117,7 @@ class Metrics:
             self._prefill.labels(model).observe(stats.prefill_ms / 1000)
         self._read.labels("disk").inc(stats.bytes_read)
         self._read.labels("ram").inc(stats.bytes_ram)
+        self._read.labels("remote").inc(stats.bytes_remote)
         self._from_disk.inc(stats.bytes_read > 0)
         self._disk_bytes += stats.bytes_read
         self._ram_bytes += stats.bytes_ram

@@ -193,6 +193,7 @@ def usage_line(stats: Stats) -> str:
         f"{stats.generated_tokens} generated in {stats.total_ms / 1e3:.1f} s; "
         f"model loaded in {stats.load_ms / 1e3:.1f} s"
         + (f"; {human_bytes(stats.bytes_read)} read" if stats.bytes_read else "")
+        + (f"; {human_bytes(stats.bytes_remote)} from a remote" if stats.bytes_remote else "")
     )
 
 
@@ -204,15 +205,14 @@ def _terminate(_signal: int, _frame: object) -> None:
 def usable_store(values: Settings, *, ram: bool = False) -> Store | None:
     """The store, or what can be had of it: a store that is in the way of nobody's answer."""
     try:
-        return open_store(values, create=True, ram=ram)
+        return open_store(values, create=True, ram=ram, remotes=True)
     except UsageError:
         raise
     except KvdbError as error:
         reason = str(error)
     try:
-        return open_store(
-            values, read_only=True, ram=ram
-        )  # the engine says that nothing new is stored
+        # The engine says that nothing new is stored.
+        return open_store(values, read_only=True, ram=ram, remotes=True)
     except KvdbError:
         say(f"Going on without the store: {reason}")
         return None

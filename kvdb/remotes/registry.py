@@ -13,9 +13,9 @@ from kvdb.remotes.remote import Remote, RemoteConfig
 # Scheme → module and function, which takes a RemoteConfig. Imported when one is opened.
 SCHEMES = {
     "file": ("kvdb.remotes.folder", "open_folder"),
-    "s3": ("kvdb.remotes.objects", "open_s3"),
-    "gs": ("kvdb.remotes.objects", "open_gcs"),
-    "az": ("kvdb.remotes.objects", "open_azure"),
+    "s3": ("kvdb.remotes.clouds", "open_s3"),
+    "gs": ("kvdb.remotes.clouds", "open_gcs"),
+    "az": ("kvdb.remotes.clouds", "open_azure"),
     "redis": ("kvdb.remotes.redis", "open_redis"),
     "rediss": ("kvdb.remotes.redis", "open_redis"),
     "mooncake": ("kvdb.remotes.mooncake", "open_mooncake"),

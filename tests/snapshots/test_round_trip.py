@@ -326,7 +326,8 @@ def test_identity_is_content(tmp_path: Path) -> None:
 
 
 def test_exact_blocks_stay_exact(tmp_path: Path) -> None:
-    """An exact twin replaces an inexact block, and only a build of the same digest reuses it."""
+    """An exact twin replaces an inexact block, if its build was compared with ours; and only a
+    build of the same digest reuses it."""
     tokens = random_tokens(1, 48)
     with pair(tmp_path) as (a, b):
         for store, exact in ((a, True), (b, False)):
@@ -335,6 +336,9 @@ def test_exact_blocks_stay_exact(tmp_path: Path) -> None:
             store.put(
                 namespace, tokens, payloads(namespace, tokens), exact=exact, build_id=build.id
             ).wait(30)
+        unknown = b.import_snapshot(io.BytesIO(snapshot_of(a)))
+        assert (unknown.new, unknown.present) == (0, 3)
+        b.set_verdict(b.build(open_namespace(b), "digest of A", {}), True, 0.0)
         report = b.import_snapshot(io.BytesIO(snapshot_of(a)))
         assert (report.new, report.stored) == (3, 3)
         builds = (

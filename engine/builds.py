@@ -1,0 +1,102 @@
+"""Which builds' state may be used here, and how fast this one computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvdb.errors import KvdbError
+from kvdb.remotes.economics import moving
+
+if TYPE_CHECKING:
+    from kvdb.builds import Build
+    from kvdb.match import Namespace
+    from kvdb.members import Member
+    from kvdb.remotes.fetching import Verdict
+    from kvdb.store import Store
+
+VERDICT = "SELECT id, verdict FROM builds WHERE namespace_id = ? AND digest = ?"
+DIGEST = "SELECT digest FROM builds WHERE id = ?"
+# Shorter prefills measure what every request costs.
+LEAST_TOKENS = 16
+
+
+class Builds:
+    """Verdicts on builds other than our own, in one namespace. They are kept in the store; where
+    that cannot be written, for as long as this lives. Thread-safe."""
+
+    def __init__(
+        self, store: Store, namespace: Namespace, own: Build | None, digest: str | None
+    ) -> None:
+        self._store = store
+        self._namespace = namespace
+        self.own = digest if own is None else own.digest
+        self._verdicts: dict[str, bool] = {}
+        self.trusted: frozenset[int] = frozenset() if own is None else frozenset([own.id])
+        if own is None and digest is not None:
+            self._trust(digest)
+
+    def verdict(self, digest: str | None) -> Verdict:
+        """Whether blocks of a build may be used. Of who computed one nothing may be known: then
+        nothing says what to compare it with."""
+        if digest is None:
+            return "refuse"
+        if digest == self.own:
+            return "use"
+        if digest not in self._verdicts:
+            row = self._row(digest)
+            if row is None or row[1] == "unchecked":
+                return "check"
+            self._verdicts[digest] = row[1] == "compatible"
+        return "use" if self._verdicts[digest] else "refuse"
+
+    def exact(self, member: Member) -> Verdict:
+        """Whether exact mode may use a block."""
+        return "use" if member.exact and member.build == self.own else "refuse"
+
+    def digest(self, build_id: int) -> str | None:
+        rows = self._store.sql(DIGEST, (build_id,)).rows
+        return str(rows[0][0]) if rows else None
+
+    def judge(self, digest: str, difference: float) -> None:
+        """A block of this build is so many tolerances from our own."""
+        compatible = difference <= 1
+        self._verdicts[digest] = compatible
+        try:
+            build = self._store.build(self._namespace, digest, {})
+            self._store.set_verdict(build, compatible, min(difference, 1e30))
+        except KvdbError:
+            pass  # it cannot be written now: known here for now
+        if compatible:
+            self._trust(digest)
+
+    def _trust(self, digest: str) -> None:
+        row = self._row(digest)
+        if row is not None:
+            self.trusted |= {row[0]}
+
+    def _row(self, digest: str) -> tuple[int, str] | None:
+        with self._store.database.read() as connection:
+            row = connection.execute(VERDICT, (self._namespace.id, digest)).fetchone()
+        return None if row is None else (int(row[0]), str(row[1]))
+
+
+class Speed:
+    """Seconds that a token of a prompt takes: a moving average, which begins from ``past``."""
+
+    def __init__(self, past: Callable[[], float | None]) -> None:
+        self._past = past
+        self._asked = False
+        self._seconds: float | None = None
+
+    def took(self, tokens: int, ms: float) -> None:
+        if tokens >= LEAST_TOKENS and ms > 0:
+            self._seconds = moving(self._seconds, ms / 1e3 / tokens)
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """None where nothing was measured."""
+        if self._seconds is None and not self._asked:
+            self._asked = True
+            self._seconds = self._past()
+        return self._seconds

@@ -1,0 +1,69 @@
+"""Load or recompute: what a remote gives per second against what the model computes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+# How much the newest measurement counts.
+NEWEST = 0.3
+# Fewer bytes measure the round trip, not the bandwidth.
+LEAST_BYTES = 64 << 10
+# What was measured longer ago says nothing of today: the remote is tried again.
+STALE_SECONDS = 600.0
+
+
+class Rates:
+    """Moving averages of one remote. Thread-safe; ``seconds`` is a monotonic clock."""
+
+    def __init__(
+        self,
+        seconds: Callable[[], float],
+        round_trip_ms: float | None = None,
+        bytes_per_second: float | None = None,
+    ) -> None:
+        self._seconds = seconds
+        self._mutex = threading.Lock()
+        self._measured = seconds()
+        self._round_trip_ms = round_trip_ms
+        self._bytes_per_second = bytes_per_second
+
+    @property
+    def round_trip_ms(self) -> float | None:
+        return self._round_trip_ms
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        return self._bytes_per_second
+
+    def answered(self, seconds: float) -> None:
+        """A question was answered."""
+        with self._mutex:
+            self._round_trip_ms = moving(self._round_trip_ms, seconds * 1e3)
+
+    def moved(self, nbytes: int, seconds: float) -> None:
+        """So many bytes came, in ``seconds`` from the question to the last of them."""
+        if nbytes < LEAST_BYTES:
+            return
+        with self._mutex:
+            seconds = max(seconds - (self._round_trip_ms or 0.0) / 1e3, seconds / 4, 1e-6)
+            self._bytes_per_second = moving(self._bytes_per_second, nbytes / seconds)
+            self._measured = self._seconds()
+
+    def load_ms(self, nbytes: int) -> float | None:
+        """About how long ``nbytes`` take; None while that is not known, or no longer."""
+        with self._mutex:
+            if self._bytes_per_second is None or self._round_trip_ms is None:
+                return None
+            if self._seconds() - self._measured > STALE_SECONDS:
+                return None
+            return self._round_trip_ms + nbytes / max(self._bytes_per_second, 1.0) * 1e3
+
+
+def moving(average: float | None, newest: float) -> float:
+    return newest if average is None else average + NEWEST * (newest - average)
+
+
+def worth_loading(load_ms: float | None, compute_ms: float | None) -> bool:
+    """What is not known is loaded: that measures it."""
+    return load_ms is None or compute_ms is None or load_ms < compute_ms

@@ -1,0 +1,197 @@
+"""One remote as the tier uses it: opened when it is needed, asked within its budget, counted."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvdb.clock import Environment
+from kvdb.errors import KvdbError
+from kvdb.identity import canonical_json
+from kvdb.remotes.breaker import Breaker
+from kvdb.remotes.counters import Counters
+from kvdb.remotes.crew import Crew
+from kvdb.remotes.economics import Rates
+from kvdb.remotes.naming import namespace_key
+from kvdb.remotes.remote import Put, Remote
+from kvdb.shards import NamespaceRecord
+
+if TYPE_CHECKING:
+    from kvdb.remotes.configs import RemoteSpec
+
+log = logging.getLogger("kvdb.remotes")
+
+# Threads that ask, and threads that fetch: a remote that hangs keeps no more than these.
+ASKING, FETCHING = 2, 2
+# How long an answer is believed. What turned out to be wrong is not fetched again for long.
+ABSENT_SECONDS, PRESENT_SECONDS, BAD_SECONDS = 5.0, 60.0, 600.0
+MAX_KNOWN = 100_000
+
+
+class _Known(NamedTuple):
+    present: bool
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """What a peer takes from outside: time, and chance."""
+
+    environment: Environment
+    jitter: Callable[[], float] = random.random
+
+
+class Peer:
+    """A remote and what is known of it. ``changed`` is called when there is something to count."""
+
+    def __init__(
+        self,
+        spec: RemoteSpec,
+        opener: Callable[[], Remote],
+        clock: Clock,
+        rates: Rates,
+        changed: Callable[[], None],
+    ) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.reads = spec.reads
+        self.writes = spec.writes
+        self.budget_seconds = spec.budget_ms / 1e3
+        self.rates = rates
+        self.counters = Counters(spec.id, rates)
+        self.breaker = Breaker(clock.environment.seconds, clock.jitter)
+        self.asking = Crew(f"kvdb-ask-{spec.name}", ASKING)
+        self.fetching = Crew(f"kvdb-fetch-{spec.name}", FETCHING)
+        self._clock = clock.environment
+        self._opener = opener
+        self._changed = changed
+        self._remote: Remote | None = None
+        self._opening = threading.Lock()
+        self._known: dict[str, _Known] = {}
+        self._bad: set[str] = set()
+        self._described: set[bytes] = set()
+        self._mutex = threading.Lock()
+
+    def serves(self, record: NamespaceRecord) -> bool:
+        """Tenants' own namespaces are shared only where that is asked for."""
+        return self.spec.config.salted or not record.salt
+
+    def open(self) -> Remote:
+        """The remote, opened on first use. Raises KvdbError where it cannot be."""
+        with self._opening:
+            if self._remote is None:
+                self._remote = self._opener()
+            return self._remote
+
+    def close(self) -> None:
+        self.asking.close()
+        self.fetching.close()
+        remote, self._remote = self._remote, None
+        if remote is not None:
+            remote.close()
+
+    @contextmanager
+    def watched(self) -> Iterator[Remote]:
+        """The remote for one call; how that ends is what the breaker learns. Errors go on."""
+        try:
+            yield self.open()
+        except Exception as error:
+            self.went_wrong(error)
+            raise
+        else:
+            self.breaker.succeeded()
+            self.counters.down(None)
+        finally:
+            self._changed()
+
+    def went_wrong(self, error: Exception) -> None:
+        self.breaker.failed()
+        self.counters.add("failed")
+        now = self._clock.now_us()
+        self.counters.went_wrong(str(error) or type(error).__name__, now)
+        self.counters.down(now + int(self.breaker.down_seconds * 1e6))
+        if not isinstance(error, KvdbError | OSError):
+            log.error("the remote %s failed, by a defect", self.name, exc_info=error)
+
+    def was_late(self) -> None:
+        """An answer did not come within its budget."""
+        self.breaker.late()
+        self.counters.add("late")
+        down = self.breaker.down_seconds
+        if down:
+            self.counters.down(self._clock.now_us() + int(down * 1e6))
+        self._changed()
+
+    # -- what is there -----------------------------------------------------------------------
+
+    def recall(self, keys: Sequence[str]) -> list[bool] | None:
+        """What is known of some keys; None where one of them must be asked for."""
+        now = self._clock.seconds()
+        with self._mutex:
+            known = [self._known.get(key) for key in keys]
+        if any(entry is None or entry.until < now for entry in known):
+            return None
+        return [entry is not None and entry.present for entry in known]
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Which objects are there, in one round trip for those that are not known. Runs in a
+        thread of ``asking``; raises what the remote does."""
+        now = self._clock.seconds()
+        with self._mutex:
+            known = {key: entry for key in keys if (entry := self._known.get(key)) is not None}
+        unknown = [key for key in keys if key not in known or known[key].until < now]
+        if unknown:
+            with self.watched() as remote:
+                found = remote.exists_many(unknown)
+            self.rates.answered(self._clock.seconds() - now)
+            self.counters.add("asked", len(unknown))
+            self.counters.add("found", sum(found))
+            for key, present in zip(unknown, found, strict=True):
+                known[key] = self.learn(key, present=present)
+        return [known[key].present for key in keys]
+
+    def learn(self, key: str, *, present: bool, bad: bool = False) -> _Known:
+        """Remember what became of a key; a ``bad`` object is as good as none."""
+        seconds = BAD_SECONDS if bad else PRESENT_SECONDS if present else ABSENT_SECONDS
+        entry = _Known(present and not bad, self._clock.seconds() + seconds)
+        with self._mutex:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            known = self._known.get(key)
+            if key in self._bad and present and not bad and known is not None:
+                return known
+            self._known[key] = entry
+            if bad:
+                self._bad.add(key)
+        return entry
+
+    def reject(self, key: str, why: str) -> None:
+        """A wrong object lies under a key."""
+        self.counters.add("rejected")
+        self.counters.went_wrong(why, self._clock.now_us())
+        self.learn(key, present=False, bad=True)
+
+    def is_bad(self, key: str) -> bool:
+        """Whether a wrong object was met under this key: one of ours is to replace it."""
+        return key in self._bad
+
+    def replaced(self, key: str) -> None:
+        with self._mutex:
+            self._bad.discard(key)
+            self._known.pop(key, None)
+        self.learn(key, present=True)
+
+    # -- what is put -------------------------------------------------------------------------
+
+    def describe(self, remote: Remote, record: NamespaceRecord) -> None:
+        """Put the namespace's description beside its first object, once."""
+        if record.fingerprint in self._described:
+            return
+        text = canonical_json(record.to_document()).encode()
+        remote.put_many([Put(namespace_key(record.fingerprint), [memoryview(text)])])
+        self._described.add(record.fingerprint)

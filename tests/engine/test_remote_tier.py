@@ -1,0 +1,162 @@
+"""What one machine computed, another restores from a remote that both use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_model import Run, difference, equal, prompt_tokens, run, write_model
+from zoo import write_species
+
+import kvdb
+from kvdb.remotes.configs import new_spec, save_spec
+from kvdb.remotes.tier import Tier
+from kvdb.store import Store
+
+PROMPT = prompt_tokens(150)
+Machine = Callable[..., Store]
+
+
+@pytest.fixture
+def team(tmp_path: Path) -> Path:
+    folder = tmp_path / "team"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def machine(tmp_path: Path, team: Path) -> Iterator[Machine]:
+    """Stores of machines that share the folder ``team``."""
+    made: list[Store] = []
+
+    def make(name: str, **options: Any) -> Store:
+        path = tmp_path / name
+        with kvdb.open(path, min_free_bytes=0) as store:
+            if not store.sql("SELECT 1 FROM remotes").rows:
+                save_spec(store, new_spec("team", team.as_uri(), budget_ms=2000))
+        if options.get("read_only"):
+            made.append(kvdb.open(path, remotes=True, **options))
+        else:
+            made.append(kvdb.open(path, min_free_bytes=0, remotes=True, **options))
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.close()
+
+
+def tier_of(store: Store) -> Tier:
+    assert store.remotes is not None
+    return store.remotes
+
+
+def shared(store: Store) -> None:
+    """All that was stored reaches the remotes."""
+    assert store.flush(10)
+    assert tier_of(store).flush(10)
+
+
+def row(store: Store) -> dict[str, Any]:
+    """The newest row of history."""
+    assert store.flush(10)
+    result = store.sql("SELECT * FROM requests ORDER BY id DESC LIMIT 1")
+    return dict(zip(result.columns, result.rows[0], strict=True))
+
+
+@pytest.mark.parametrize("reuse", ["max", "exact"])
+def test_what_one_computed_another_restores(
+    tmp_path: Path, machine: Machine, make_engine: Any, reuse: str
+) -> None:
+    model = write_model(tmp_path / "model")
+    here, there = machine("a"), machine("b")
+    cold = run(make_engine(here, model, block_tokens=64), PROMPT, reuse=reuse, max_tokens=12)
+    shared(here)
+    engine = make_engine(there, model, block_tokens=64)
+    first = run(engine, PROMPT, reuse=reuse, max_tokens=12)
+    assert (first.stats.skip, first.stats.computed_tokens) == ("full", 0)
+    assert first.ids == cold.ids
+    assert equal(cold, first, reuse)
+    told = row(there)
+    assert (told["remote"], told["remote_decision"]) == ("team", "loaded")
+    assert told["remote_tokens"] == len(PROMPT) == told["restored_tokens"]
+    assert told["bytes_remote"] == first.stats.bytes_remote > 0
+    assert told["unstored"] is None
+    # What came is stored here now, with where it came from: the remote is asked no more.
+    again = run(engine, PROMPT, reuse=reuse, max_tokens=12)
+    assert again.stats.skip == "full"
+    assert again.stats.bytes_remote == 0
+    assert row(there)["remote_decision"] is None
+    origins = there.sql("SELECT DISTINCT origin FROM blocks WHERE depth < 2").rows
+    assert origins == [("import",)]
+    assert there.verify(data=True).ok
+
+
+@pytest.mark.parametrize("species", ["qwen3_next", "gemma3_text", "llama, 8-bit KV"])
+def test_states_windows_and_logits_are_fetched_as_a_plan_needs_them(
+    tmp_path: Path, machine: Machine, make_engine: Any, species: str
+) -> None:
+    options = {"kv_bits": 8, "kv_group_size": 32} if "8-bit" in species else {}
+    model = write_species(tmp_path / "model", species)
+    here, there = machine("a"), machine("b")
+    prompts = [PROMPT, [*PROMPT[:128], *prompt_tokens(30, 5)]]
+    engine = make_engine(here, model, block_tokens=32, **options)
+    run(engine, PROMPT)
+    run(engine, PROMPT[:128])  # a state at a block's end
+    shared(here)
+    results: list[list[Run]] = []
+    for each in (here, there):
+        engine = make_engine(each, model, block_tokens=32, **options)
+        results.append([run(engine, prompt, max_tokens=8, store=False) for prompt in prompts])
+    for local, remote in zip(*results, strict=True):
+        assert remote.stats.skip == local.stats.skip
+        assert remote.stats.restored_tokens == local.stats.restored_tokens > 0
+        assert remote.stats.remote_tokens == remote.stats.restored_tokens
+        assert equal(local, remote, "max")
+
+
+def objects(team: Path) -> list[Path]:
+    """Blocks' objects in the folder, parents first."""
+    return sorted((f for f in team.rglob("*-*")), key=lambda file: file.name)
+
+
+def damage(file: Path, how: str, other: Path) -> None:
+    data = bytearray(file.read_bytes())
+    if how == "flipped":
+        data[len(data) * 2 // 3] ^= 1
+    elif how == "truncated":
+        data = data[:-100]
+    elif how == "another block":
+        data = bytearray(other.read_bytes())
+    elif how == "too large":
+        data += bytes(1 << 20)
+    else:
+        data = bytearray(b"not a block at all")
+    file.chmod(0o600)
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "another block", "too large", "foreign"])
+def test_a_wrong_object_is_computed_and_replaced(
+    tmp_path: Path, team: Path, machine: Machine, make_engine: Any, how: str
+) -> None:
+    model = write_model(tmp_path / "model")
+    here, there = machine("a"), machine("b")
+    cold = run(make_engine(here, model, block_tokens=32), PROMPT, max_tokens=12)
+    shared(here)
+    bodies = [file for file in objects(team) if file.suffix == ""]
+    damage(bodies[2], how, bodies[1])
+    first = run(make_engine(there, model, block_tokens=32), PROMPT, max_tokens=12)
+    assert first.ids == cold.ids
+    assert difference(first.logits, cold.logits) <= 1e-4
+    assert first.stats.refilled_tokens + first.stats.computed_tokens >= 32
+    assert row(there)["remote_decision"] == "failed"
+    peer = tier_of(there).peer("team")
+    assert peer.counters.totals["rejected"] == 1
+    # Whoever computed it puts the right one in its place.
+    shared(there)
+    assert there.verify(data=True).ok
+    third = run(make_engine(machine("c"), model, block_tokens=32), PROMPT, max_tokens=12)
+    assert (third.stats.skip, third.stats.remote_tokens) == ("full", len(PROMPT))
+    assert third.ids == cold.ids
