@@ -196,6 +196,11 @@ class RedisClient:
                 return function(*args)
         except (RedisError, RedisClusterException, OSError) as error:
             raise remote_error(error, self._address) from error
+        except (AttributeError, TypeError, ValueError) as error:
+            if not self._closed:
+                raise
+            # What the client meets when its connection is taken from it.
+            raise RemoteUnreachable("This remote was closed.") from error
 
 
 def _pipelined(client: Redis, commands: Sequence[Command]) -> list[Any]:
