@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Sink = Callable[[Event | BaseException], None]
-# While all requests wait for the disk, the thread looks this often for what is new.
-POLL_SECONDS = 0.002
+# While all requests wait for the disk or a remote, the thread looks this often for what is new.
+POLL_SECONDS = 0.0005
 # So much of a prompt's end tells what its answer begins in.
 PROMPT_END = 256
 

@@ -38,3 +38,45 @@ ALTER TABLE requests ADD COLUMN remote_tokens INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE requests ADD COLUMN remote_ms REAL;
 ALTER TABLE requests ADD COLUMN load_estimate_ms REAL;
 ALTER TABLE requests ADD COLUMN compute_estimate_ms REAL;
+
+DROP VIEW hit_history;
+
+CREATE VIEW hit_history AS
+SELECT
+    r.id,
+    datetime(r.started_at / 1000000, 'unixepoch') AS started,
+    n.model,
+    r.tenant,
+    r.client,
+    r.skip,
+    r.prompt_tokens,
+    r.matched_tokens,
+    r.restored_tokens,
+    r.refilled_tokens,
+    r.computed_tokens,
+    r.masked_tokens,
+    r.generated_tokens,
+    round(100.0 * r.restored_tokens / r.prompt_tokens, 1) AS hit_percent,
+    r.first_token_ms,
+    r.miss_reason,
+    r.load_ms,
+    r.warmup_ms,
+    r.queued_ms,
+    r.lookup_ms,
+    r.restore_ms,
+    r.prefill_ms,
+    r.first_sample_ms,
+    r.behind_ms,
+    coalesce(
+        r.load_ms + r.warmup_ms + coalesce(r.queued_ms, 0.0) + r.lookup_ms + r.restore_ms
+            + r.prefill_ms + r.first_sample_ms - r.behind_ms,
+        coalesce(r.load_ms, 0.0) + r.first_token_ms
+    ) AS ttft_ms,
+    r.total_ms,
+    r.bytes_ram,
+    r.bytes_read,
+    r.bytes_remote,
+    r.remote,
+    r.remote_decision,
+    r.remote_tokens
+FROM requests AS r LEFT JOIN namespaces AS n ON n.id = r.namespace_id;

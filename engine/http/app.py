@@ -30,10 +30,12 @@ from engine.http import (
     openai_responses,
     overview,
     pages,
+    snapshots,
 )
 from engine.http.errors import error_response, problem_of
 from engine.http.openai_shapes import openai_error
 from engine.http.service import Service
+from engine.http.streams import Transfers
 
 Access = Callable[[ASGIApp], ASGIApp]
 
@@ -44,10 +46,12 @@ ROUTERS: tuple[APIRouter, ...] = (
     openai_responses.router,
     anthropic_messages.router,
     caches.router,
+    snapshots.caches_router,
     health.router,
     metrics.router,
     admin.router,
     jobs.router,
+    snapshots.router,
     asking.router,
     keys.router,
     overview.router,
@@ -58,6 +62,7 @@ ROUTERS: tuple[APIRouter, ...] = (
 @asynccontextmanager
 async def _life(app: FastAPI) -> AsyncGenerator[None]:
     yield
+    await asyncio.to_thread(app.state.transfers.close)
     await asyncio.to_thread(app.state.jobs.close)  # the store is about to close
     await app.state.figures.close()
 
@@ -74,6 +79,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
     app.state.service = service
     app.state.metrics = metrics.Metrics(service)
     app.state.jobs = jobs.Jobs()
+    app.state.transfers = Transfers()
     app.state.figures = overview.StoreFigures(service.store)
     app.state.sql_places = threading.Semaphore(asking.SQL_PLACES)
     for router in ROUTERS:

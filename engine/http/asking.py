@@ -17,7 +17,7 @@ from engine.http.prompts import PromptFields, RowId, prompt_of
 from engine.prompt.tokenizer import namespace_decoder
 from kvdb.errors import Busy, UsageError
 from kvdb.explain import Explanation, explain_request, explain_tokens
-from kvdb.sandbox import run_in_child
+from kvdb.sandbox import Parameters, SqlResult, run_in_child
 
 router = Router(
     "administration", prefix="/v1/kvdb", tags=["Questions"], route_class=route_class(openai_error)
@@ -41,17 +41,22 @@ class SqlBody(Body):
 def sql(body: SqlBody, request: Request) -> dict[str, Any]:
     """Run one SELECT, in a process of its own that is killed when its time is over. Blobs are hex;
     ``capped`` says whether there were more rows."""
+    result = in_child(request, body.sql, body.params, body.limit, body.timeout)
+    rows = [[_plain(value) for value in row] for row in result.rows]
+    return {"columns": list(result.columns), "rows": rows, "capped": result.capped}
+
+
+def in_child(
+    request: Request, text: str, params: Parameters, limit: int, timeout: float
+) -> SqlResult:
+    """Run a statement in a child, one of a few at a time. Raises Busy, QueryError."""
     places: threading.Semaphore = request.app.state.sql_places
     if not places.acquire(timeout=SQL_WAIT_SECONDS):
         raise Busy(f"{SQL_PLACES} statements run already: try again later.", RETRY_SECONDS)
     try:
-        result = run_in_child(
-            store_of(request).path, body.sql, body.params, limit=body.limit, deadline=body.timeout
-        )
+        return run_in_child(store_of(request).path, text, params, limit=limit, deadline=timeout)
     finally:
         places.release()
-    rows = [[_plain(value) for value in row] for row in result.rows]
-    return {"columns": list(result.columns), "rows": rows, "capped": result.capped}
 
 
 def _plain(value: object) -> object:

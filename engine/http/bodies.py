@@ -9,22 +9,16 @@ import numpy as np
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.http.errors import TooLarge
+from engine.http.errors import Gone, TooLarge, TooSlow
 from engine.http.refusal import refuse
-from kvdb.errors import KvdbError, UsageError
+from kvdb.errors import UsageError
 
 STRIDE = 1 << 16
 LENGTH = re.compile(r"[0-9]{1,20}", re.ASCII)
 BRACKETS = b"[]{}"
+# A snapshot is read as it comes, by its own limits (engine/http/streams.py).
+STREAMED = re.compile(r"/v1/kvdb/(?:caches/[^/]+/)?import")
 NO_BRACKETS = bytes(byte for byte in range(256) if byte not in BRACKETS)
-
-
-class TooSlow(KvdbError):
-    """A body did not come in time."""
-
-
-class Gone(KvdbError):
-    """The client went away before its body was complete."""
 
 
 def nesting(body: bytes) -> int:
@@ -67,6 +61,9 @@ class BodyLimits:
             # Two servers may read it in two ways.
             text = "A request has one Content-Length, a number, or a Transfer-Encoding."
             await refuse(scope, send, 400, "unclear_length", text)
+            return
+        if STREAMED.fullmatch(scope["path"].removeprefix(scope.get("root_path", ""))):
+            await self._app(scope, receive, _closing(send))
             return
         try:
             body = await self._read(receive, length)
@@ -120,3 +117,15 @@ def _again(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
+
+
+def _closing(send: Send) -> Send:
+    """A ``send`` after whose answer the connection is closed: what of the body was not read would
+    be waited for."""
+
+    async def close(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+        await send(message)
+
+    return close

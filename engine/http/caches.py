@@ -63,7 +63,7 @@ async def save(body: SaveBody, request: Request) -> dict[str, Any]:
     stats = await _fill(service, served, prefix.filling(given))
     await asyncio.to_thread(_hold, store, prefix, name, body.ttl_seconds, owner)
     computed = stats.computed_tokens + stats.refilled_tokens
-    return {**_shown(owner, _find(store, owner, body.name)), "computed_tokens": computed}
+    return {**_shown(owner, find(store, owner, body.name)), "computed_tokens": computed}
 
 
 def _prepare(
@@ -122,14 +122,14 @@ def list_caches(request: Request) -> dict[str, Any]:
 def show(name: str, request: Request) -> dict[str, Any]:
     """One of them."""
     owner = owner_of(request)
-    return _shown(owner, _find(store_of(request), owner, name))
+    return _shown(owner, find(store_of(request), owner, name))
 
 
 @router.post("/{name}/load")
 def load(name: str, request: Request) -> dict[str, Any]:
     """Make it ready: verified, and in RAM as far as that has room. Its model is loaded."""
     service, store, owner = service_of(request), store_of(request), owner_of(request)
-    found = _find(store, owner, name)
+    found = find(store, owner, name)
     with service.pool.engine(service.find(found.model).name) as engine:
         warmed = warm(engine, store, found.name, owner.salt)
     return {**asdict(warmed), "name": name}
@@ -139,7 +139,7 @@ def load(name: str, request: Request) -> dict[str, Any]:
 def fork(name: str, body: ForkBody, request: Request) -> dict[str, Any]:
     """Let another name hold what this one holds; copies nothing."""
     store, owner = store_of(request), owner_of(request)
-    sequence = store.find_sequence(_find(store, owner, name).name)
+    sequence = store.find_sequence(find(store, owner, name).name)
     store.sequence(
         sequence.namespace,
         sequence.tip_hash,
@@ -147,14 +147,14 @@ def fork(name: str, body: ForkBody, request: Request) -> dict[str, Any]:
         ttl_seconds=body.ttl_seconds,
         tenant=owner.tenant,
     )
-    return _shown(owner, _find(store, owner, body.name))
+    return _shown(owner, find(store, owner, body.name))
 
 
 @router.delete("/{name}")
 def drop(name: str, request: Request) -> dict[str, Any]:
     """Let it go. Its blocks stay until they are evicted."""
     store, owner = store_of(request), owner_of(request)
-    found = _find(store, owner, name)
+    found = find(store, owner, name)
     store.find_sequence(found.name).drop()
     return {**_shown(owner, found), "dropped": True}
 
@@ -182,8 +182,9 @@ def _is_ours(prefix: str, one: NamedSequence) -> bool:
     return one.name.startswith(prefix) and NAME.fullmatch(one.name[len(prefix) :]) is not None
 
 
-def _find(store: Store, owner: Wishes, name: str) -> NamedSequence:
-    """Raises StoreMissing for what is not there, or is another's: the two are not told apart."""
+def find(store: Store, owner: Wishes, name: str) -> NamedSequence:
+    """One of the owner's caches. Raises StoreMissing for what is not there, or is another's: the
+    two are not told apart."""
     found = named_sequences(store, owner.tenant, stored_name(owner, name)) if name else []
     if not found:
         raise StoreMissing(f"There is no cache named {name!r}.")

@@ -25,6 +25,7 @@ from kvdb.errors import (
     PromptError,
     QueryError,
     QuotaExceeded,
+    SnapshotRejected,
     StoreClosed,
     StoreLocked,
     StoreMissing,
@@ -56,6 +57,14 @@ class TooLarge(KvdbError):
     """A request is larger than this server takes."""
 
 
+class TooSlow(KvdbError):
+    """A body did not come in time."""
+
+
+class Gone(KvdbError):
+    """The client went away before all of its body or answer had passed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """What a dialect turns into its own error: ``code`` is a short name, ``param`` the field that
@@ -76,6 +85,7 @@ Shape = Callable[[Problem], Mapping[str, Any]]
 
 # The first class that fits decides.
 STATUSES: tuple[tuple[type[BaseException], int, str], ...] = (
+    (SnapshotRejected, 400, "invalid_snapshot"),
     (QuotaExceeded, 400, "quota_exceeded"),
     (Stopping, 503, "stopping"),
     (EngineClosed, 503, "stopping"),
@@ -89,6 +99,8 @@ STATUSES: tuple[tuple[type[BaseException], int, str], ...] = (
     (StoreClosed, 503, "no_store"),
     (OutOfSpace, 503, "out_of_space"),
     (TooLate, 408, "deadline"),
+    (TooSlow, 408, "too_slow"),
+    (Gone, 400, "gone"),
     (NotServed, 404, "not_found"),
     (Forbidden, 403, "forbidden"),
     (TooLarge, 413, "too_large"),

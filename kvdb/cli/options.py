@@ -17,19 +17,27 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 FLAGS = "kvdb.flags"
 
 
-class Seconds(click.FloatRange):
-    """How long something may take: above 0, up to a day."""
+class Number(click.FloatRange):
+    """A number in a range; NaN is none."""
 
-    def __init__(self) -> None:
-        super().__init__(min=0, min_open=True, max=86_400)
+    what = "number"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        seconds: float = super().convert(value, param, ctx)
-        if math.isnan(seconds):
-            self.fail(f"{value!r} is not a number of seconds.", param, ctx)
-        return seconds
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a {self.what}.", param, ctx)
+        return number
+
+
+class Seconds(Number):
+    """How long something may take: above 0, up to a day."""
+
+    what = "number of seconds"
+
+    def __init__(self) -> None:
+        super().__init__(min=0, min_open=True, max=86_400)
 
 
 class RowId(click.ParamType[int]):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvdb.cli.fleet import fleet_options, make_fleets, refuse, run_fleets
 from kvdb.cli.options import open_store, store_option
 from kvdb.cli.output import say, table, write_json
 from kvdb.cli.progress import progress
+from kvdb.errors import UsageError
 
 if TYPE_CHECKING:
     from kvdb.simulate.trace import Trace
@@ -38,6 +40,13 @@ if TYPE_CHECKING:
     metavar="NAMES",
     help="Only these of kvdb, lru, lru-2, arc, s3-fifo, sieve, lfu-da, belady.",
 )
+@click.option(
+    "--nodes",
+    metavar="COUNTS",
+    help="Instead: replay the trace on so many machines (1,10,1000), each with a store of its own, "
+    "that share a remote. The options below are for that.",
+)
+@fleet_options
 @click.option("--json", "as_json", is_flag=True, help="A JSON array, one object a result.")
 @click.option(
     "--plot",
@@ -51,14 +60,24 @@ def simulate(
     trace_path: Path | None,
     capacity: str,
     policy: str,
+    nodes: str | None,
     as_json: bool,
     plot_path: Path | None,
+    **fleet: Any,
 ) -> None:
     """Replay block references and show which share of them would hit.
 
     The policy kvdb is the store's own retention, run on an index in memory; belady knows the
     future and is the most that any policy can reach. A block hits only if all before it do.
+
+    With --nodes: what is local, what comes from the remote and what is computed, and the time to
+    the first token. All of it follows from the trace, the options and the seed; docs/scale.md says
+    how.
     """
+    if nodes is not None:
+        _fleet(trace_path, nodes, {**fleet, "as_json": as_json}, plot_path)
+        return
+    refuse(fleet, "is for --nodes")
     from kvdb.simulate.plot import check_plot, draw
     from kvdb.simulate.replay import parse_capacities, parse_policies, replay
 
@@ -82,6 +101,23 @@ def simulate(
         click.echo(table(["hit %", *(capacity.text for capacity in capacities)], rows))
     if plot_path is not None:
         draw(results, plot_path, name)
+
+
+def _fleet(
+    trace_path: Path | None, nodes: str, given: dict[str, Any], plot_path: Path | None
+) -> None:
+    from kvdb.simulate.plot import check_plot
+
+    refuse(("capacity", "policy"), "does not go with --nodes, which has --local-capacity and LRU")
+    if trace_path is None:
+        raise UsageError("--nodes needs --trace: a store's own history is that of one machine.")
+    if given["machines_per_copy"] is not None:
+        refuse(("copies",), "does not go with --machines-per-copy")
+    fleets = make_fleets(nodes, given)
+    if plot_path is not None:
+        check_plot(plot_path)
+    trace, name = _trace(trace_path)
+    run_fleets(trace, name, fleets, given, plot_path)
 
 
 def _trace(path: Path | None) -> tuple[Trace, str]:

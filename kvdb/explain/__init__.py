@@ -6,6 +6,7 @@ Needs no model: token ids come in, and a decoder for them where texts are to be 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvdb import index
@@ -15,6 +16,7 @@ from kvdb.explain.case import Case, Decode
 from kvdb.explain.explanation import Explanation
 from kvdb.explain.keyspaces import KeySpace, find_space, key_space, key_spaces
 from kvdb.explain.past import past_case
+from kvdb.explain.remembered import past_remote
 from kvdb.identity import as_tokens
 from kvdb.match import Match, Namespace, find_match
 from kvdb.segments import Segment, as_segments
@@ -66,7 +68,8 @@ def explain_request(store: Store, request_id: int, text: Decode | None = None) -
     when there is no request of that id."""
     with store.database.read() as connection:
         case = past_case(connection, request_id, text)
-        return case if isinstance(case, Explanation) else explain(connection, case)
+        told = case if isinstance(case, Explanation) else explain(connection, case)
+        return replace(told, remote=past_remote(connection, request_id))
 
 
 def _namespace(id_: int, record: NamespaceRecord) -> Namespace:

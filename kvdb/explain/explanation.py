@@ -16,7 +16,8 @@ class Explanation:
     the prompt it lies in. The two texts are what surrounds it on either side, the difference
     between ``»`` and ``«``. ``saving_tokens`` would have hit without the cause, and
     ``saving_seconds`` is that at the prefill speed measured in the namespace, None where none was.
-    ``neighbour`` is what the prompt was compared to: a request, or a block's hash.
+    ``neighbour`` is what the prompt was compared to: a request, or a block's hash. ``remote`` says
+    what a past request had of a remote.
     """
 
     prompt_tokens: int
@@ -31,6 +32,7 @@ class Explanation:
     saving_tokens: int = 0
     saving_seconds: float | None = None
     neighbour: str | None = None
+    remote: str | None = None
 
     def lines(self) -> list[str]:
         """The explanation for people."""
@@ -49,6 +51,8 @@ class Explanation:
         lines.append(f"Why: {self.diagnosis}")
         if self.advice:
             lines.append(f"Advice: {self.advice}")
+        if self.remote:
+            lines.append(f"Remote: {self.remote}")
         if self.saving_tokens:
             time = "" if self.saving_seconds is None else f", {self.saving_seconds:.1f} s"
             lines.append(f"It would save about {self.saving_tokens:,} tokens{time}.")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from kvdb.driver import Connection
 from kvdb.explain.case import END_OF_TIME, Case
 from kvdb.explain.keyspaces import KeySpace, key_spaces
+from kvdb.explain.wording import remote_words
 from kvdb.identity import chain_hashes
 
 # The newest loss of a block; a part that went alone is a loss where the block could not do
@@ -24,6 +25,10 @@ EXPIRY = (
 EVICTED_ROW = "SELECT 1 FROM blocks WHERE hash = ? AND state = 'evicted' AND refs = 0"
 HELD_BEFORE = (
     "SELECT 1 FROM blocks WHERE hash = ? AND (state = 'live' OR refs > 0) AND created_at < ?"
+)
+PAST_REMOTE = (
+    "SELECT remote, remote_decision, remote_tokens, bytes_remote, load_estimate_ms, "
+    "compute_estimate_ms FROM requests WHERE id = ? AND remote_decision IS NOT NULL"
 )
 SPEED = """
 SELECT sum(prefill_ms) / sum(computed_tokens + refilled_tokens) FROM (
@@ -110,3 +115,11 @@ def seconds_per_token(connection: Connection, namespace_id: int | None) -> float
         return None
     (value,) = connection.execute(SPEED, (namespace_id,)).fetchone()
     return None if value is None else value / 1e3
+
+
+def past_remote(connection: Connection, request_id: int) -> str | None:
+    """What a request had of remotes, in a sentence; None where none was asked."""
+    row = connection.execute(PAST_REMOTE, (request_id,)).fetchone()
+    if row is None:
+        return None
+    return remote_words(row[0] or "A remote", *row[1:])

@@ -110,8 +110,8 @@ CAUSES: Mapping[str, Words] = {
         "Do not remove files of the store; kvdb verify finds what else is gone.",
     ),
     "inexact": Words(
-        "State is there, but exact mode may not use it: it was computed in other steps or by "
-        "another build.",
+        "State is there, but may not be used: in exact mode as it was computed in other steps or "
+        "by another build, else as its build computes something else.",
         "Use reuse = max, or keep to exact mode from the first request on.",
     ),
     "no_boundary": Words(
@@ -159,6 +159,16 @@ EVICTED: Mapping[str, tuple[str, str]] = {
     ),
 }
 
+# What a request had of a remote, by requests.remote_decision.
+REMOTE: Mapping[str, str] = {
+    "loaded": "{tokens:,} tokens came from {name} ({nbytes:,} bytes){estimates}.",
+    "recomputed": "{name} has more of it, but computing was estimated to be faster{estimates}.",
+    "absent": "{name} had nothing more of it.",
+    "late": "{name} did not answer within its budget.",
+    "down": "{name} was not asked: it had failed before; kvdb remotes status says how.",
+    "failed": "What {name} was to give did not come, or was wrong: it was computed.",
+}
+
 UNSTORED: Mapping[str, tuple[str, str]] = {
     "store_off": ("it was asked not to store (store=False)", "Let such requests store."),
     "cancelled": (
@@ -188,6 +198,21 @@ def words(code: str, facts: Mapping[str, object]) -> Words:
     """Diagnosis and advice of a cause, filled in."""
     diagnosis, advice = CAUSES[code]
     return Words(diagnosis.format(**facts), advice.format(**facts))
+
+
+def remote_words(
+    name: str,
+    decision: str,
+    tokens: int,
+    nbytes: int,
+    load_ms: float | None,
+    compute_ms: float | None,
+) -> str:
+    """What a request had of a remote, in a sentence."""
+    estimates = ""
+    if load_ms is not None and compute_ms is not None:
+        estimates = f": {load_ms:,.0f} ms to load, {compute_ms:,.0f} ms to compute"
+    return REMOTE[decision].format(name=name, tokens=tokens, nbytes=nbytes, estimates=estimates)
 
 
 def why_unstored(reason: str | None) -> tuple[str, str]:

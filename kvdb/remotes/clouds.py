@@ -96,8 +96,19 @@ def open_s3(config: RemoteConfig) -> Remote:
         if given.get("virtual_hosted_style_request") and "endpoint" in given:
             scheme, _, rest = given["endpoint"].partition("://")
             given["endpoint"] = f"{scheme}://{bucket}.{rest}"
+        if "access_key_id" in config.secrets and "secret_access_key" in config.secrets:
+            # Given so, they are not mixed with AWS_SESSION_TOKEN of another account.
+            given["credential_provider"] = _provider(
+                *(given.pop(name, None) for name in S3_SECRETS)
+            )
 
     return _open(config, "S3Store", S3_OPTIONS, S3_SECRETS, settings)
+
+
+def _provider(key_id: str, key: str, token: str | None) -> Callable[[], dict[str, str | None]]:
+    """What obstore asks for keys, which do not expire."""
+    answer = {"access_key_id": key_id, "secret_access_key": key, "token": token, "expires_at": None}
+    return lambda: answer
 
 
 def open_gcs(config: RemoteConfig) -> Remote:
@@ -172,11 +183,13 @@ def _connect(
 
     refusals = Refusals(f"{config.scheme}://{bucket}", _variables(config, secrets))
     seconds = config.timeout_seconds
+    provider = settings.pop("credential_provider", None)
     try:
         store = getattr(obstore.store, kind)(
             bucket,
             prefix=prefix,
             config=settings,
+            credential_provider=provider,
             client_options={
                 "timeout": timedelta(seconds=seconds),
                 "connect_timeout": timedelta(seconds=min(seconds, CONNECT_SECONDS)),

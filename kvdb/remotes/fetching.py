@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-import numpy as np
-
 from kvdb.clock import Environment
 from kvdb.errors import IntegrityError
 from kvdb.members import Member
+from kvdb.prefetch import Staging
 from kvdb.reader import Bytes
 from kvdb.remotes.filling import Filling
 from kvdb.remotes.found import Found, ObjectName
@@ -61,6 +60,7 @@ class Fetching:
         self.filling = filling
         self.clock = clock
         self.idle_seconds = idle_seconds
+        self.buffers = Staging()
         self.given: Counter[str] = Counter()
         self.unchecked: Member | None = None
         self._round: _Round | None = None
@@ -107,7 +107,7 @@ class Fetching:
         came: list[Bytes] = []
 
         def take(member: Member) -> None:
-            came.extend(member.raw(each) for each in member.parts if each.part == part)
+            came.extend(member.raw(each).copy() for each in member.parts if each.part == part)
 
         self.get({name: take})
         return came[0] if came else None
@@ -164,6 +164,8 @@ class _Round:
         self.close()
         for name in self._open:
             self._settle(name, None)
+        if self._fetching.filling is not None:
+            self._fetching.filling.finish()
         for peer, nbytes in self._moved.items():
             peer.rates.moved(nbytes, clock.seconds() - began)
         return self._lost | self._open
@@ -250,7 +252,7 @@ class _Round:
 
     def _fetch(self, peer: Peer, batch: dict[int, _Object]) -> None:
         """Ask for a batch; what is left in it did not come."""
-        buffers = [np.empty(each.room, np.uint8) for each in batch.values()]
+        buffers = {i: self._fetching.buffers.lend(each.room) for i, each in batch.items()}
         gets = [Get(each.key, buffers[i].data) for i, each in batch.items()]
         with peer.watched() as remote:
             for got in remote.get_many(gets):
@@ -260,7 +262,10 @@ class _Round:
                 elif self._arrived(peer, each, buffers[got.index][: got.nbytes]):
                     del batch[got.index]
                 if self._closed:
-                    break
+                    return
+        # What is to be stored is the writer's now; after a failure somebody may still write there.
+        kept = () if self._fetching.filling is None else buffers.keys() - batch.keys()
+        self._fetching.buffers.take_back([buffers[i] for i in buffers if i not in kept])
 
     def _arrived(self, peer: Peer, each: _Object, data: Bytes) -> bool:
         """Check an object and deliver it; False where it is not what it should be."""

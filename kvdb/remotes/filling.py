@@ -19,10 +19,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvdb.remotes")
 
+# So much waits for the end of a fetch: the disk has time behind it.
+HOLD_BYTES = 48 << 20
+
 
 class Filling:
-    """Takes objects in any order and puts them in that of ``names``, so that parents come first.
-    ``tickets`` are those of its puts; ``running`` goes along to the deepest block."""
+    """Takes objects in any order and puts them in that of ``names``, so that parents come first;
+    a few at a time, and the rest at the end. ``tickets`` are those of its puts; ``running`` goes
+    along to the deepest block."""
 
     def __init__(self, store: Store, match: Match, running: Running | None) -> None:
         self._store = store
@@ -33,6 +37,7 @@ class Filling:
         self._settled: dict[ObjectName, Member | None] = {}
         self._mutex = threading.Lock()
         self._ids: dict[str, int] = {}
+        self._ready: list[Member] = []
         self._early: dict[int, list[Member]] = {}
         self._provenance: dict[int, tuple[bool, int | None]] = {}
         self.tickets: list[Ticket] = []
@@ -45,15 +50,24 @@ class Filling:
         """An object came, or (None) will not."""
         with self._mutex:
             self._settled[name] = member
-            ready: list[Member] = []
             while self._at < len(self._order) and self._order[self._at] in self._settled:
                 found = self._settled.pop(self._order[self._at])
                 self._at += 1
-                ready += self._in_order(found)
-            try:
-                self._put(ready)
-            except KvdbError as error:
-                log.warning("what came from a remote is not stored: %s", error)
+                self._ready += self._in_order(found)
+            if sum(member.payload_bytes for member in self._ready) >= HOLD_BYTES:
+                self._flush()
+
+    def finish(self) -> None:
+        """Nothing more comes for now."""
+        with self._mutex:
+            self._flush()
+
+    def _flush(self) -> None:
+        ready, self._ready = self._ready, []
+        try:
+            self._put(ready)
+        except KvdbError as error:
+            log.warning("what came from a remote is not stored: %s", error)
 
     def _in_order(self, member: Member | None) -> list[Member]:
         """What can be put now: a part that came before its block, such as logits, waits for it."""

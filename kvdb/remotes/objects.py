@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from itertools import groupby
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -27,7 +27,7 @@ Answer = TypeVar("Answer")
 Item = TypeVar("Item")
 Page: TypeAlias = "Sequence[ObjectMeta]"
 
-GETS, PUTS, HEADS = 8, 4, 32  # requests at a time; a put holds its object a second time
+GETS, PUTS, HEADS = 8, 4, 32  # requests at a time
 CHUNK = 1 << 20  # bytes copied at a time
 PAGE = 1000  # keys that a server lists at a time
 # A page takes a server about as long as this many questions for one key, asked HEADS at a time.
@@ -45,6 +45,7 @@ class ObjectsRemote:
         self._refusals = refusals
         self._seconds = seconds
         self._conditional = True  # until the server says that it has no conditional put
+        self._open, self._closed = threading.Lock(), False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="kvdb-objects", daemon=True)
         self._thread.start()
@@ -77,6 +78,8 @@ class ObjectsRemote:
             while (answer := answers.get()) is not None:
                 yield answer
             running.result()
+        except CancelledError:
+            raise RemoteUnreachable(f"{self._refusals.place} was closed.") from None
         finally:
             # The buffers are the caller's again, so nothing may write to them after this.
             if running.cancel():
@@ -100,27 +103,29 @@ class ObjectsRemote:
                     yield Listed(meta["path"], meta["size"])
 
     def close(self) -> None:
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(CLOSE_SECONDS)
+        with self._open:
+            if not self._closed:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+            self._closed = True
+        self._thread.join(CLOSE_SECONDS)
 
     def _serve(self) -> None:
         self._loop.run_forever()
-        left = asyncio.all_tasks(self._loop)
-        for task in left:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self._loop.run_until_complete(_give_up_all())
         self._loop.close()
 
     def _start(self, work: Coroutine[Any, Any, Answer]) -> Future[Answer]:
-        try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError:  # the loop is closed
-            work.close()
-            raise RemoteUnreachable(f"{self._refusals.place} was closed.") from None
+        with self._open:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise RemoteUnreachable(f"{self._refusals.place} was closed.")
 
     def _run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        return self._start(work).result()
+        try:
+            return self._start(work).result()
+        except CancelledError:
+            raise RemoteUnreachable(f"{self._refusals.place} was closed.") from None
 
     async def _in_time(self, request: Awaitable[Answer]) -> Answer:
         """Raises RemoteUnreachable when it is not done in time; what the request raises."""
@@ -174,6 +179,8 @@ class ObjectsRemote:
             last = names[-1]
             told = sum(key <= last for key in keys)
             keys = keys[told:]
+            if len(page) < PAGE:  # the last one
+                break
             if not keys or told < PAGE_WORTH:
                 return keys
         return []
@@ -183,27 +190,28 @@ class ObjectsRemote:
         pages: ListStream[Page] = obstore.list(
             self._store, folder or None, offset=after, chunk_size=PAGE
         )
-        while True:
-            try:
+        try:
+            while True:
                 page = await self._in_time(pages.__anext__())  # theirs cannot take a default
-            except StopAsyncIteration:
-                return
-            except self._refusals.errors as error:
-                raise self._refusals.whole(error) from None
-            if page:
-                yield page
+                if page:
+                    yield page
+        except StopAsyncIteration:
+            return
+        except self._refusals.errors as error:
+            raise self._refusals.whole(error) from None
+        finally:
+            del pages  # its connection ends with it, not with the traceback
 
     async def _get(self, index: int, get: Get) -> Got:
-        started = False
+        found = stream = None
         try:
             async with asyncio.timeout(self._seconds):
                 found = await obstore.get_async(self._store, get.key)
-                started = True
                 size = found.meta["size"]
                 if size > get.buffer.nbytes:
                     return Got(index, None, "too large")
-                done = 0
-                async for chunk in found.stream(CHUNK):
+                done, stream = 0, found.stream(CHUNK)
+                async for chunk in stream:
                     if done + len(chunk) > size:
                         return Got(index, None, "longer than announced")
                     get.buffer[done : done + len(chunk)] = chunk
@@ -212,11 +220,13 @@ class ObjectsRemote:
         except TimeoutError:
             raise self._refusals.late(self._seconds) from None
         except self._refusals.errors as error:
-            if started:
+            if found is not None:
                 return Got(index, None, "cut short")
             if absent(error) and not bucket_missing(error):
                 return Got(index, None)
             return Got(index, None, self._refusals.of_one(error))
+        finally:
+            del found, stream  # their connection ends with them, not with a traceback
 
     async def _put_all(self, puts: Sequence[Put]) -> Sequence[PutState]:
         there = await self._existing({put.key for put in puts if not put.replace})
@@ -249,6 +259,15 @@ class ObjectsRemote:
                 return "present"
             return self._refusals.of_put(error)
         return "stored"
+
+
+async def _give_up_all() -> None:
+    await asyncio.sleep(0)  # what was asked for just now begins
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
 
 
 async def _spread(

@@ -192,7 +192,13 @@ def _selection(
 
     if max_bytes is not None and max_bytes < 0:
         raise UsageError("max_bytes must not be negative.")
-    return Selection(tuple(sequences), where, model, max_bytes=max_bytes, salted=spec.config.salted)
+    return Selection(
+        tuple(sequences),
+        where,
+        model=model,
+        max_bytes=max_bytes,
+        salted=spec.config.salted,
+    )
 
 
 @contextlib.contextmanager

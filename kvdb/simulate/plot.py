@@ -6,10 +6,13 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvdb.errors import KvdbError, UsageError
 from kvdb.simulate.replay import Result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FORMATS = (".pdf", ".png", ".svg")
 OURS, BOUND = "kvdb", "belady"
@@ -56,6 +59,11 @@ def draw(results: Sequence[Result], path: Path, title: str) -> None:
     axes.set_title(title, fontsize="medium")
     axes.grid(alpha=0.25)
     axes.legend(loc="lower right", ncols=2, fontsize="small")
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a picture whose format is that of the name."""
     # A file that differs with every run or matplotlib would change in version control for nothing.
     changing = {".pdf": "CreationDate", ".png": "Software", ".svg": "Date"}
     figure.savefig(path, metadata={changing[path.suffix.lower()]: None})

@@ -188,6 +188,7 @@ class _Export:
         self._arenas.swap()
         member = read_member(self._store, record, block.id, self._arenas.take)
         if member is None or member.hash != block.hash:
+            self._arenas.swap()  # the one before may still be hashed and written out of the other
             return None
         if self._codec is not None:
             member = member.recoded(self._codec)

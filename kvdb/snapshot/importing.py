@@ -11,7 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -75,6 +75,26 @@ class ImportReport:
     digest: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What of a snapshot may be taken, for one that came from a tenant: only state of the
+    namespaces with these ``fingerprints``, and one named sequence, which becomes ``name`` of
+    ``tenant`` whatever it is called."""
+
+    fingerprints: frozenset[bytes]
+    name: str
+    tenant: str
+
+    def check(self, manifest: Manifest) -> None:
+        """Raise SnapshotRejected, before anything of the snapshot is stored."""
+        if any(record.fingerprint not in self.fingerprints for record in manifest.namespaces):
+            raise SnapshotRejected(
+                "The snapshot holds state of another model, or of a key space that is not yours."
+            )
+        if len(manifest.sequences) != 1:
+            raise SnapshotRejected("The snapshot must hold the state of one named sequence.")
+
+
 def import_snapshot(
     store: Store,
     opener: Opener,
@@ -83,12 +103,13 @@ def import_snapshot(
     again: bool,
     dry_run: bool = False,
     trust: bool = False,
+    terms: Terms | None = None,
     total_bytes: int = 0,
     progress: Progress | None = None,
 ) -> ImportReport:
     """See :meth:`kvdb.store.Store.import_snapshot`. ``opener`` gives the stream from its start;
     with ``again`` it can do so more than once. ``name`` is kept as where the blocks came from."""
-    run = _Import(store, opener, name, trust, total_bytes, progress)
+    run = _Import(store, opener, name, trust, terms, total_bytes, progress)
     if dry_run:
         return run.look()
     store.require_writable()
@@ -112,6 +133,7 @@ class _Import:
         opener: Opener,
         name: str,
         trust: bool,
+        terms: Terms | None,
         total_bytes: int,
         progress: Progress | None,
     ) -> None:
@@ -119,6 +141,7 @@ class _Import:
         self._opener = opener
         self._name = name
         self._trust = trust
+        self._terms = terms
         self._total = total_bytes
         self._progress = progress
 
@@ -142,7 +165,8 @@ class _Import:
         return report
 
     def _pass(self, source: Readable, staging: Staging | None) -> tuple[Manifest, ImportReport]:
-        run = _Pass(self._store, source, self._trust, staging, self._report_progress)
+        check = None if self._terms is None else self._terms.check
+        run = _Pass(self._store, source, self._trust, check, staging, self._report_progress)
         with contextlib.closing(run):
             return run.run()
 
@@ -182,7 +206,10 @@ class _Import:
     def _name_tips(self, manifest: Manifest, report: ImportReport) -> None:
         """Make the named sequences whose tips are here now and whose names are free."""
         spaces = {space.fingerprint: space for space in self._store.namespaces()}
+        tenant = "" if self._terms is None else self._terms.tenant
         for sequence in manifest.sequences:
+            if self._terms is not None:
+                sequence = replace(sequence, name=self._terms.name)
             space = spaces.get(manifest.namespaces[sequence.namespace].fingerprint)
             try:
                 if space is None:
@@ -190,7 +217,11 @@ class _Import:
                 if self._has(sequence):
                     continue
                 self._store.sequence(
-                    space, sequence.tip, name=sequence.name, ttl_seconds=self._ttl(sequence)
+                    space,
+                    sequence.tip,
+                    name=sequence.name,
+                    ttl_seconds=self._ttl(sequence),
+                    tenant=tenant,
                 )
             except (StoreMissing, UsageError, QuotaExceeded) as error:
                 report.sequences_left.append((sequence.name, str(error)))
@@ -221,12 +252,14 @@ class _Pass:
         store: Store,
         source: Readable,
         trust: bool,
+        check: Callable[[Manifest], None] | None,
         staging: Staging | None,
         progress: Callable[[int], None],
     ) -> None:
         self._store = store
         self._reader = TarReader(source)
         self._trust = trust
+        self._check = check
         self._staging = staging
         self._progress = progress
         self._sums = hashlib.sha256()
@@ -243,6 +276,8 @@ class _Pass:
     def run(self) -> tuple[Manifest, ImportReport]:
         """Raises SnapshotRejected where anything is not as an export writes it."""
         manifest = self._manifest()
+        if self._check is not None:
+            self._check(manifest)
         if not manifest.tokens and not self._trust:
             raise SnapshotRejected(
                 "The snapshot has no tokens, so nothing proves which prompts its state belongs to; "

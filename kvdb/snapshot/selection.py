@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvdb.errors import StoreMissing, UsageError
@@ -12,6 +13,7 @@ from kvdb.snapshot.manifest import BuildNote, Manifest, NamedTip, codec_notes
 
 if TYPE_CHECKING:
     from kvdb.driver import Connection
+    from kvdb.sandbox import SqlResult
     from kvdb.store import Store
 
 # More than a member's header, tar header and padding take, beside 4 bytes a token.
@@ -44,14 +46,16 @@ BUILDS = "SELECT id, namespace_id, digest, description FROM builds ORDER BY dige
 class Selection:
     """What to take; all of the store without any. Conditions add up.
 
-    ``where`` is an SQL condition on the view block_usage; ``since_us`` and ``base`` leave out what
-    was stored before a time (Unix µs) and what another snapshot holds; ``max_bytes`` bounds the
-    snapshot, which then holds the hottest blocks. Ancestors come along, but for those left out by
-    ``since_us`` and ``base``. Without ``salted`` the namespaces of tenants of their own stay here.
+    ``where`` is an SQL condition on the view block_usage; ``ids`` are those of blocks; ``since_us``
+    and ``base`` leave out what was stored before a time (Unix µs) and what another snapshot holds;
+    ``max_bytes`` bounds the snapshot, which then holds the hottest blocks. Ancestors come along,
+    but for those left out by ``since_us`` and ``base``. Without ``salted`` the namespaces of
+    tenants of their own stay here.
     """
 
     sequences: tuple[str, ...] = ()
     where: str | None = None
+    ids: Set[int] | None = None
     model: str | None = None
     since_us: int | None = None
     base: Set[bytes] | None = None
@@ -107,7 +111,12 @@ class _Row(NamedTuple):
 def make_plan(store: Store, selection: Selection, *, tokens: bool, recoded: str | None) -> Plan:
     """Choose and order. Raises StoreMissing for a sequence or model that is not there, QueryError
     for a bad condition."""
-    named_ids = _where(store, selection.where)
+    named_ids = selection.ids
+    if selection.where is not None:
+        found = ids_where(
+            selection.where, partial(store.sql, limit=MAX_ROWS, deadline=WHERE_SECONDS)
+        )
+        named_ids = found if named_ids is None else found & named_ids
     with store.database.read() as connection:
         namespaces, salted = _namespaces(connection, selection)
         rows = {
@@ -159,15 +168,11 @@ def _builds(
     return tuple(sorted(found, key=lambda build: (build.namespace, build.digest)))
 
 
-def _where(store: Store, where: str | None) -> set[int] | None:
-    if where is None:
-        return None
+def ids_where(where: str, run: Callable[[str], SqlResult]) -> Set[int]:
+    """Ids of the blocks of which a condition on block_usage holds; ``run`` runs it, sandboxed.
+    Raises QueryError, UsageError."""
     # On lines of its own, so that a comment in the condition ends before the bracket does.
-    result = store.sql(
-        f"SELECT id FROM block_usage WHERE (\n{where}\n)",  # noqa: S608 - run in the sandbox
-        limit=MAX_ROWS,
-        deadline=WHERE_SECONDS,
-    )
+    result = run(f"SELECT id FROM block_usage WHERE (\n{where}\n)")  # noqa: S608 - sandboxed
     if result.columns != ("id",):
         raise UsageError("--where takes a condition on the columns of block_usage.")
     return {row[0] for row in result.rows}
@@ -199,7 +204,7 @@ def _wanted(
     rows: dict[int, _Row],
     named: Iterable[tuple[str, int, int, int | None]],
     sequences: tuple[str, ...],
-    ids: set[int] | None,
+    ids: Set[int] | None,
 ) -> Set[int]:
     wanted: set[int] = set(rows)
     if sequences:

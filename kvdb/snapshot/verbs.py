@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -15,7 +15,7 @@ from kvdb.errors import UsageError
 if TYPE_CHECKING:
     from kvdb.encryption import Keys, Lock, Writable
     from kvdb.snapshot.export import ExportReport
-    from kvdb.snapshot.importing import ImportReport
+    from kvdb.snapshot.importing import ImportReport, Terms
     from kvdb.snapshot.stream import Progress, Readable
     from kvdb.store import Store
 
@@ -29,6 +29,7 @@ class Snapshots:
         *,
         sequences: Sequence[str] = (),
         where: str | None = None,
+        ids: Set[int] | None = None,
         model: str | None = None,
         since: str | None = None,
         codec: str | None = None,
@@ -42,10 +43,11 @@ class Snapshots:
         name when it is whole; an interrupted run goes on when it is asked for again), or to an
         object with ``write``.
 
-        ``sequences``, ``where`` (a condition on block_usage), ``model`` (a name, or the start of a
-        namespace's fingerprint), ``since`` (a snapshot file, an export's digest, or a time) and
-        ``max_bytes`` (the hottest blocks) choose among them. ``codec`` encodes parts anew; without
-        ``tokens`` a snapshot says nothing of the prompts. ``lock`` encrypts it.
+        ``sequences``, ``where`` (a condition on block_usage), ``ids`` (of blocks), ``model`` (a
+        name, or the start of a namespace's fingerprint), ``since`` (a snapshot file, an export's
+        digest, or a time) and ``max_bytes`` (the hottest blocks) choose among them. ``codec``
+        encodes parts anew; without ``tokens`` a snapshot says nothing of the prompts. ``lock``
+        encrypts it.
 
         Others may write and evict meanwhile. Raises UsageError, StoreMissing, QueryError."""
         from kvdb.snapshot.export import export_snapshot
@@ -56,7 +58,9 @@ class Snapshots:
         if max_bytes is not None and max_bytes < 0:
             raise UsageError("max_bytes must not be negative.")
         given = Since(None, None) if since is None else resolve(store, since)
-        selection = Selection(tuple(sequences), where, model, given.time_us, given.base, max_bytes)
+        selection = Selection(
+            tuple(sequences), where, ids, model, given.time_us, given.base, max_bytes
+        )
         return export_snapshot(
             store,
             _path(target),
@@ -76,6 +80,7 @@ class Snapshots:
         name: str | None = None,
         dry_run: bool = False,
         trust: bool = False,
+        terms: Terms | None = None,
         progress: Progress | None = None,
     ) -> ImportReport:
         """Take what a snapshot holds and the store lacks. Every byte is checked before anything
@@ -83,8 +88,9 @@ class Snapshots:
 
         ``source`` is a file, or an object with ``readinto`` (read once, to its end). ``keys`` open
         an encrypted one. ``trust`` takes one without tokens, in which nothing proves what the
-        state belongs to. ``dry_run`` checks and counts only. ``name`` is kept as where the blocks
-        came from (default: the file's name).
+        state belongs to. ``terms`` bound what is taken, and say what it is called. ``dry_run``
+        checks and counts only. ``name`` is kept as where the blocks came from (default: the
+        file's name).
 
         Raises SnapshotRejected in one sentence for anything that an export does not write,
         OutOfSpace where it does not fit, UsageError where ``source`` is no file."""
@@ -98,6 +104,7 @@ class Snapshots:
             again=isinstance(path, Path),
             dry_run=dry_run,
             trust=trust,
+            terms=terms,
             total_bytes=path.stat().st_size if isinstance(path, Path) and path.exists() else 0,
             progress=progress,
         )

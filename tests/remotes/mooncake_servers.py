@@ -7,7 +7,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from tests.remotes.servers import Server, free_ports
+from tests.remotes.hosts import Host
+from tests.remotes.servers import Server, bound_to, free_ports
 
 SEGMENT_BYTES = 256 << 20
 
@@ -23,7 +24,8 @@ def mooncake_program(name: str) -> str | None:
 class MooncakeMaster(Server):
     """mooncake_master with its metadata server."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, host: Host | None = None) -> None:
+        listen = bound_to(host)
         self.port, metadata, admin = free_ports(3)
         self.url = f"mooncake://127.0.0.1:{self.port}"
         self.options = {
@@ -34,11 +36,12 @@ class MooncakeMaster(Server):
             folder,
             [
                 mooncake_program("mooncake_master") or "mooncake_master",
-                f"-rpc_port={self.port}", "-rpc_address=127.0.0.1",
+                f"-rpc_port={self.port}", f"-rpc_address={listen}",
                 "-enable_http_metadata_server=true", f"-http_metadata_server_port={metadata}",
-                "-http_metadata_server_host=127.0.0.1",
-                f"-metrics_port={admin}", "-metrics_host=127.0.0.1", "-client_ttl=2",
+                f"-http_metadata_server_host={listen}",
+                f"-metrics_port={admin}", f"-metrics_host={listen}", "-client_ttl=2",
             ],
+            host,
         )  # fmt: skip
 
     def ready(self) -> bool:

@@ -11,7 +11,8 @@ import trustme
 from redis.client import Redis
 from redis.exceptions import RedisError
 
-from tests.remotes.servers import Server, free_ports, program
+from tests.remotes.hosts import Host
+from tests.remotes.servers import Server, bound_to, free_ports, program
 
 SLOTS = 16384
 NODES = 3
@@ -21,7 +22,12 @@ class RedisServer(Server):
     """redis-server without persistence. ``more`` are further words of its command line."""
 
     def __init__(
-        self, folder: Path, *more: str, port: int | None = None, tls: bool = False
+        self,
+        folder: Path,
+        *more: str,
+        port: int | None = None,
+        tls: bool = False,
+        host: Host | None = None,
     ) -> None:
         self.port = port or free_ports(1)[0]
         self.url = f"{'rediss' if tls else 'redis'}://127.0.0.1:{self.port}"
@@ -41,9 +47,11 @@ class RedisServer(Server):
         super().__init__(
             folder,
             [
-                program("redis-server") or "redis-server", *ports, "--bind", "127.0.0.1",
-                "--dir", str(folder), "--save", "", "--appendonly", "no", *more,
+                program("redis-server") or "redis-server", *ports, "--bind", bound_to(host),
+                "--dir", str(folder), "--save", "", "--appendonly", "no",
+                "--protected-mode", "no", *more,
             ],
+            host,
         )  # fmt: skip
 
     @property

@@ -17,6 +17,8 @@ import urllib.request
 from pathlib import Path
 from typing import Self
 
+from tests.remotes.hosts import Host
+
 BUCKET = "kvdb"
 KEY_ID, KEY = "kvdb", "kvdb-secret-for-tests"
 READER_ID, READER_KEY = "reader", "reader-secret-for-tests"
@@ -42,12 +44,19 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-class Server:
-    """A program that runs from ``__enter__`` to ``__exit__``; its output is in ``log``."""
+def bound_to(host: Host | None) -> str:
+    """Where a server listens: in a namespace of the test's own, on all links."""
+    return "127.0.0.1" if host is None else "0.0.0.0"  # noqa: S104
 
-    def __init__(self, folder: Path, command: list[str]) -> None:
+
+class Server:
+    """A program that runs from ``__enter__`` to ``__exit__``, on this machine or on ``host``; its
+    output is in ``log``."""
+
+    def __init__(self, folder: Path, command: list[str], host: Host | None = None) -> None:
         self.log = folder / "server.log"
-        self._command = command
+        self._command = command if host is None else host.command(*command)
+        self._host = host
         self._process: subprocess.Popen[bytes] | None = None
 
     def ready(self) -> bool:
@@ -58,7 +67,7 @@ class Server:
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
         deadline = time.monotonic() + READY_SECONDS
-        while not self.ready():
+        while not (self.ready() if self._host is None else self._host.call(self.ready)):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.__exit__()
                 raise RuntimeError(f"{self._command[0]} did not start:\n{self.log.read_text()}")
@@ -89,7 +98,7 @@ class Server:
 class Seaweed(Server):
     """SeaweedFS with its S3 gateway and one bucket: ready in about a second."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, host: Host | None = None) -> None:
         ports = free_ports(8)
         services = ("master", "volume", "filer", "s3")
         (folder / "keys.json").write_text(ONLY_READS)
@@ -100,12 +109,13 @@ class Seaweed(Server):
             folder,
             [
                 program("weed") or "weed", "mini", "-dir", str(folder / "data"),
-                "-ip", "127.0.0.1", "-ip.bind", "127.0.0.1", "-bucket", BUCKET,
+                "-ip", "127.0.0.1", "-ip.bind", bound_to(host), "-bucket", BUCKET,
                 "-s3.config", str(folder / "keys.json"), "-s3.port.iceberg=0", "-s3.port.lance=0",
                 "-admin.ui=false", "-webdav=false",
                 *(f"-{name}.port={port}" for name, port in zip(services, ports[:4], strict=True)),
                 *(f"-{name}.port.grpc={n}" for name, n in zip(services, ports[4:], strict=True)),
             ],
+            host,
         )  # fmt: skip
 
     def ready(self) -> bool:
@@ -117,9 +127,14 @@ class Seaweed(Server):
 
         store = S3Store(
             BUCKET,
-            config={"endpoint": self.url, "access_key_id": KEY_ID, "secret_access_key": KEY},
+            config={"endpoint": self.url},
             client_options={"allow_http": True},
             retry_config={"max_retries": 0},
+            credential_provider=lambda: {
+                "access_key_id": KEY_ID,
+                "secret_access_key": KEY,
+                "expires_at": None,
+            },
         )
         try:
             store.put("ready", b"")

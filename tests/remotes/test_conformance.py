@@ -85,6 +85,59 @@ def test_large_objects_arrive_whole(remote: Remote) -> None:
     assert get(remote, [key(1), key(1)], room=21 << 20) == [data, data]
 
 
+def test_empty_objects_and_empty_buffers(remote: Remote) -> None:
+    assert remote.put_many([Put(key(1), []), Put(key(2), [memoryview(b"")])]) == ["stored"] * 2
+    assert get(remote, [key(1), key(2)], room=0) == [b"", b""]
+    assert remote.exists_many([key(1), key(1), key(2)]) == [True, True, True]
+
+
+def test_more_objects_than_a_page_holds(remote: Remote) -> None:
+    """Servers list 1,000 keys at a time."""
+    numbers = range(0, 2_100, 2)
+    puts = [Put(key(number), [memoryview(b"%d" % number)]) for number in numbers]
+    assert remote.put_many(puts) == ["stored"] * len(puts)
+    assert remote.put_many([*puts[:3], Put(key(1), [memoryview(b"1")])]) == [
+        *["present"] * 3,
+        "stored",
+    ]
+    asked = [key(number) for number in range(2_000)]
+    assert remote.exists_many(asked) == [n % 2 == 0 or n == 1 for n in range(2_000)]
+    spread = [key(number) for number in range(0, 2_000, 7)]
+    assert remote.exists_many(spread) == [n % 2 == 0 for n in range(0, 2_000, 7)]
+    listed = [each.key for each in remote.list(f"v1/{SPACE}/")]
+    assert sorted(listed) == sorted([key(1), *(put.key for put in puts)])
+
+
+def test_of_two_who_put_at_once_one_wins_and_is_whole(config: RemoteConfig) -> None:
+    programs = [open_remote(config) for _ in range(2)]
+    try:
+        contents = [b"a" * 300_000, b"b" * 200_000]
+        for number in range(5):
+            start, states = threading.Barrier(2), ["", ""]
+
+            def work(which: int, number: int, start: threading.Barrier, states: list[str]) -> None:
+                start.wait()
+                states[which] = put(programs[which], number, contents[which])
+
+            threads = [
+                threading.Thread(target=work, args=(n, number, start, states)) for n in range(2)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            found = get(programs[0], [key(number)], room=300_000)
+            assert found == get(programs[1], [key(number)], room=300_000)
+            assert found[0] in contents
+            assert "stored" in states
+            assert set(states) <= {"stored", "present"}
+            if states.count("stored") == 1:
+                assert found == [contents[states.index("stored")]]
+    finally:
+        for program in programs:
+            program.close()
+
+
 def test_two_programs_and_many_threads_see_one_another(config: RemoteConfig) -> None:
     one, other = open_remote(config), open_remote(config)
     try:

@@ -210,7 +210,7 @@ def pull_bad(b: Store, there: Path, bad: Path) -> PullReport:
     return pulled
 
 
-@pytest.mark.parametrize("how", ["truncated", "flipped", "swapped", "empty", "long", "deeper"])
+@pytest.mark.parametrize("how", ["truncated", "flipped", "swapped", "long", "deeper"])
 def test_a_bad_object_costs_what_stands_on_it(how: str, team: Store, b: Store, there: Path) -> None:
     bad = objects(there, 3)[0]
     data = bytearray(bad.read_bytes())
@@ -220,9 +220,7 @@ def test_a_bad_object_costs_what_stands_on_it(how: str, team: Store, b: Store, t
         data = bytearray(
             next(p for p in objects(there, 2) if p.parent.parent == bad.parent.parent).read_bytes()
         )
-    bad.write_bytes(
-        {"truncated": data[:-1], "empty": b"", "long": data + b"\0" * (4 << 20)}.get(how, data)
-    )
+    bad.write_bytes({"truncated": data[:-1], "long": data + b"\0" * (4 << 20)}.get(how, data))
     if how == "deeper":
         bad = bad.rename(bad.with_name(bad.name.replace("000003", "000009")))
     pulled = pull_bad(b, there, bad)

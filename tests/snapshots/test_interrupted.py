@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kvdb
+from kvdb.snapshot import export
 from kvdb.snapshot.export import PARTIAL
+from kvdb.snapshot.selection import Selection, make_plan
 from kvdb.store import Store
 from tests.snapshots.world import blocks, fill, pair, snapshot_of
 from tests.support import BLOCK, check_prefix, open_namespace, put_all, random_tokens, shard_files
@@ -124,3 +129,27 @@ def test_a_block_that_went_is_left_out_with_its_descendants(tmp_path: Path) -> N
         assert (report.blocks, report.skipped) == (2, 4)
         b.import_snapshot(io.BytesIO(target.getvalue()))
         assert check_prefix(b, open_namespace(b), tokens) == 2 * BLOCK
+
+
+def test_a_block_that_went_leaves_the_one_before_alone(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is hashed and written while the next is read, and the one after that if that is gone."""
+    namespace = open_namespace(store)
+    for seed in (1, 2):
+        put_all(store, namespace, random_tokens(seed, 3 * BLOCK))
+    read, numbers = export.read_member, count()
+
+    def some(*arguments: Any) -> Any:
+        found = read(*arguments)
+        return None if next(numbers) == 2 else found  # the end of the first chain
+
+    monkeypatch.setattr(export, "read_member", some)
+    plan = make_plan(store, Selection(), tokens=True, recoded=None)
+    with contextlib.closing(export._Export(store, plan, None, True, None)) as run:
+        made = run.blocks()
+        buffers = [next(made) for _ in range(2)][-1]
+        before = b"".join(buffers)
+        next(made)
+        assert run.report.skipped == 1
+        assert b"".join(buffers) == before

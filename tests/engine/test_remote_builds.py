@@ -1,0 +1,104 @@
+"""State that another build computed is compared with ours before it is used, however it came."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_model import equal, prompt_tokens, run, write_model
+
+import kvdb
+from kvdb.identity import as_tokens
+from kvdb.remotes.configs import new_spec, save_spec
+from kvdb.store import Store
+from kvdb.writer import Payload
+
+PROMPT = prompt_tokens(150)
+BLOCK = 64
+VERDICTS = "SELECT verdict FROM builds WHERE digest = 'another build'"
+
+
+def retell(a: Store, other: Store, scale: float, prompt: list[int] = PROMPT) -> None:
+    """Put what ``a`` has of a prompt into another store, as another build computed it: its state
+    times ``scale``."""
+    record = a.describe(a.namespaces()[0])
+    namespace = other.namespace(record.identity, record.layout, block_tokens=BLOCK)
+    build = other.build(namespace, "another build", {})
+    tokens = as_tokens(prompt)
+    payloads = []
+    for block in a.match(a.namespaces()[0], tokens).blocks:
+        parts = {}
+        for name, part in block.parts.items():
+            raw = a.read_part(part)
+            assert raw is not None
+            parts[name] = (raw.view(np.float32) * np.float32(scale)).view(np.uint8)
+        payloads.append(Payload(block.index, parts))
+    assert other.put(namespace, tokens, payloads, build_id=build.id).wait(30).dropped == 0
+
+
+@pytest.mark.parametrize("how", ["remote", "snapshot"])
+@pytest.mark.parametrize("scale", [1.0, 1.5])
+def test_a_foreign_build_is_compared_once(
+    tmp_path: Path, make_engine: Any, how: str, scale: float
+) -> None:
+    model = write_model(tmp_path / "model")
+    team = tmp_path / "team"
+    team.mkdir()
+    with kvdb.open(tmp_path / "a", min_free_bytes=0) as a:
+        engine = make_engine(a, model, block_tokens=BLOCK)
+        cold = run(engine, PROMPT, max_tokens=12)
+        other_prompt = [*PROMPT[:100], *prompt_tokens(60, 7)]
+        cold_other = run(engine, other_prompt, max_tokens=12)
+        for name in ("other", "b"):
+            with kvdb.open(tmp_path / name, min_free_bytes=0) as store:
+                save_spec(store, new_spec("team", team.as_uri(), budget_ms=2000))
+        with kvdb.open(tmp_path / "other", min_free_bytes=0, remotes=how == "remote") as other:
+            retell(a, other, scale)
+            retell(a, other, scale, other_prompt)
+            target = io.BytesIO()
+            other.export_snapshot(target)
+    with kvdb.open(tmp_path / "b", min_free_bytes=0, remotes=how == "remote") as b:
+        engine = make_engine(b, model, block_tokens=BLOCK)
+        run(engine, prompt_tokens(80, 3))  # so that our build is the one that its store is about
+        if how == "snapshot":
+            assert b.import_snapshot(io.BytesIO(target.getvalue())).stored > 0
+        first = run(engine, PROMPT, max_tokens=12)
+        good = scale == 1.0
+        assert b.sql(VERDICTS).rows == [("compatible" if good else "incompatible",)]
+        assert first.ids == cold.ids
+        assert equal(cold, first, "max")
+        assert (first.stats.restored_tokens > BLOCK) is good
+        # No forward more than the comparison of one block, the first time only.
+        again = run(engine, PROMPT, max_tokens=12)
+        assert again.stats.skip == "full"
+        assert again.ids == cold.ids
+        later = run(engine, other_prompt, max_tokens=12)
+        assert later.ids == cold_other.ids
+        assert (later.stats.restored_tokens > 2 * BLOCK) is good
+        assert b.verify(data=True).ok
+        engine.close()
+
+
+def test_a_read_only_store_compares_too(tmp_path: Path, make_engine: Any) -> None:
+    model = write_model(tmp_path / "model")
+    with kvdb.open(tmp_path / "a", min_free_bytes=0) as a:
+        cold = run(make_engine(a, model, block_tokens=BLOCK), PROMPT, max_tokens=12)
+        with kvdb.open(tmp_path / "other", min_free_bytes=0) as other:
+            retell(a, other, 1.5)
+            target = io.BytesIO()
+            other.export_snapshot(target)
+    with kvdb.open(tmp_path / "b", min_free_bytes=0) as b:
+        engine = make_engine(b, model, block_tokens=BLOCK)
+        run(engine, prompt_tokens(80, 3))
+        b.import_snapshot(io.BytesIO(target.getvalue()))
+        engine.close()
+    with kvdb.open(tmp_path / "b", read_only=True) as b:
+        engine = make_engine(b, model, block_tokens=BLOCK)
+        for _ in range(2):
+            got = run(engine, PROMPT, max_tokens=12, store=False)
+            assert got.stats.restored_tokens == 0
+            assert got.ids == cold.ids
+        engine.close()
