@@ -1,7 +1,7 @@
 """Mooncake's native client in a process of its own.
 
-It writes to stderr, waits 90 s for a master that is not there and for ever for one that hangs, and
-a call after its close is a segmentation fault. What hangs is killed, and started again with the
+It writes to stderr, waits 90 s for a master that is not there and as long as one hangs, and a call
+after its close is a segmentation fault. What hangs is killed, and started again with the
 next call.
 """
 

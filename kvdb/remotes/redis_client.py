@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import Any, TypeVar
 
 from redis.client import Redis
@@ -88,11 +87,15 @@ class RedisClient:
     def scan(self, prefix: str) -> Iterator[list[str]]:
         """Keys that begin so, by pages. One may come twice while the server's table changes its
         size."""
-        found = self._client.scan_iter(
-            match=_escaped(self._address.key(prefix)) + "*", count=PAGE_KEYS
-        )
-        while page := self._call(lambda: list(islice(found, PAGE_KEYS))):
-            yield [key for raw in page if (key := self._address.own(raw)) is not None]
+        pattern = _escaped(self._address.key(prefix)) + "*"
+        for server in self._call(self._servers):
+            cursor = 0
+            while True:
+                scan: Callable[..., Any] = server.scan
+                cursor, page = self._call(scan, cursor, pattern, PAGE_KEYS)
+                yield [key for raw in page if (key := self._address.own(raw)) is not None]
+                if cursor == 0:
+                    break
 
     def memory(self) -> dict[str, dict[str, Any]]:
         """What each server that takes writes says of its memory; nothing, where we may not ask."""
@@ -106,8 +109,21 @@ class RedisClient:
         return ""
 
     def close(self) -> None:
-        self._closed = True  # the client would connect again
+        """Ends calls under way, too. Without our own mark the client would connect again."""
+        self._closed = True
+        if isinstance(self._client, RedisCluster):
+            nodes: Callable[[], list[Any]] = self._client.get_nodes
+            for node in nodes():  # which the client's own close leaves connected
+                if node.redis_connection is not None:
+                    node.redis_connection.connection_pool.disconnect()
         self._client.close()
+
+    def _servers(self) -> list[Redis]:
+        if isinstance(self._client, RedisCluster):
+            connection: Callable[[Any], Redis] = self._client.get_redis_connection
+            nodes: Callable[[], list[Any]] = self._client.get_primaries
+            return [connection(node) for node in nodes()]
+        return [self._client]
 
     def _memory(self) -> dict[str, dict[str, Any]]:
         try:
@@ -122,8 +138,10 @@ class RedisClient:
             try:
                 answer: list[int] = self._run("EVAL", SIZES_SCRIPT, len(keys), *keys)
                 return answer
-            except NoPermissionError:
-                self._scripts = False  # its rights do not include scripts
+            except ResponseError as error:
+                if not isinstance(error, NoPermissionError) and "unknown command" not in str(error):
+                    raise
+                self._scripts = False  # our rights, or this server, do not include them
         replies = self._replies([("STRLEN", key) for key in keys])
         return [reply if isinstance(reply, int) else WRONG_TYPE for reply in replies]
 
@@ -173,11 +191,16 @@ class RedisClient:
                 return function(*args)
             except (ConnectionError, TimeoutError, ClusterDownError) as error:
                 self._stale = True  # another server may have taken over
-                if not isinstance(error, ConnectionError) or denied(error):
+                if not isinstance(error, ConnectionError) or denied(error) or self._closed:
                     raise
                 return function(*args)
         except (RedisError, RedisClusterException, OSError) as error:
             raise remote_error(error, self._address) from error
+        except (AttributeError, TypeError, ValueError) as error:
+            if not self._closed:
+                raise
+            # What the client meets when its connection is taken from it.
+            raise RemoteUnreachable("This remote was closed.") from error
 
 
 def _pipelined(client: Redis, commands: Sequence[Command]) -> list[Any]:

@@ -90,7 +90,7 @@ def connect(config: RemoteConfig, address: Address) -> Redis | RedisCluster:
     wants_cluster = _cluster_option(config.options)
     kind = SSLConnection if config.scheme == "rediss" else Connection
     pool = Pool(kind, host=address.host, port=address.port, db=address.db, **settings)
-    single = Redis(connection_pool=pool)
+    single = Redis.from_pool(pool)
     try:
         cluster = _is_cluster(single) if wants_cluster is None else wants_cluster
         if not cluster:

@@ -44,7 +44,9 @@ class RedisRemote:
         self._client = client
         self._ttl_seconds = ttl_seconds
         self._room = Room(client, max_bytes=max_bytes, expires=ttl_seconds is not None)
-        self._threads = ThreadPoolExecutor(THREADS, "kvdb-redis")
+        # Of their own: what is put behind a request must not keep the next one from reading.
+        self._readers = ThreadPoolExecutor(THREADS, "kvdb-redis-get")
+        self._writers = ThreadPoolExecutor(THREADS, "kvdb-redis-put")
 
     def exists_many(self, keys: Sequence[str]) -> list[bool]:
         return [size > 0 for size in self._client.sizes(keys)]
@@ -59,7 +61,7 @@ class RedisRemote:
                 yield Got(index, None, "too large")
             else:
                 readings.append(Reading(index, get, size))
-        jobs = [self._threads.submit(self._read, batch) for batch in _batches(readings)]
+        jobs = [self._readers.submit(self._read, batch) for batch in _batches(readings)]
         try:
             for done in as_completed(jobs):
                 yield from done.result()
@@ -83,7 +85,7 @@ class RedisRemote:
                 states[index] = "full"
             else:
                 writings.append(Writing(index, put, nbytes))
-        jobs = [self._threads.submit(self._write, batch) for batch in _batches(writings)]
+        jobs = [self._writers.submit(self._write, batch) for batch in _batches(writings)]
         try:
             for job in jobs:
                 states.update(job.result())
@@ -100,7 +102,8 @@ class RedisRemote:
 
     def close(self) -> None:
         self._client.close()
-        self._threads.shutdown()
+        self._readers.shutdown()
+        self._writers.shutdown()
 
     def _read(self, batch: Sequence[Reading]) -> Sequence[Got]:
         if len(batch) == 1:

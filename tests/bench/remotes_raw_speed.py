@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from kvdb.remotes.registry import open_remote
 from kvdb.remotes.remote import Get, Put, Remote, RemoteConfig
+from tests.bench.plain_clients import plain_redis
 
 SECRETS = ("access_key_id", "secret_access_key", "session_token", "account_key", "sas_token",
            "username", "password")  # fmt: skip
@@ -54,7 +55,10 @@ def plain_objects(remote: Remote) -> Plain:
 
 
 # Scheme → plain client of an open remote.
-PLAIN: dict[str, Callable[[Remote], Plain]] = dict.fromkeys(("s3", "gs", "az"), plain_objects)
+PLAIN: dict[str, Callable[[Remote], Plain]] = {
+    **dict.fromkeys(("s3", "gs", "az"), plain_objects),
+    **dict.fromkeys(("redis", "rediss"), lambda remote: Plain(*plain_redis(remote))),
+}
 
 
 @contextmanager

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Self
 
 import trustme
+from redis.backoff import NoBackoff
 from redis.client import Redis
 from redis.exceptions import RedisError
+from redis.retry import Retry
 
 from tests.remotes.hosts import Host
 from tests.remotes.servers import Server, bound_to, free_ports, program
@@ -57,7 +59,12 @@ class RedisServer(Server):
     @property
     def client(self) -> Redis:
         return Redis(
-            host="127.0.0.1", port=self.port, password=self._password, socket_timeout=5, **self._tls
+            host="127.0.0.1",
+            port=self.port,
+            password=self._password,
+            socket_timeout=5,
+            retry=Retry(NoBackoff(), 0),
+            **self._tls,
         )
 
     def ready(self) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from kvdb.errors import UsageError
+from kvdb.remotes.redis_remote import RedisRemote
 from kvdb.remotes.redis_room import room_of
 from kvdb.remotes.registry import open_remote
 from kvdb.remotes.remote import (
@@ -104,6 +106,41 @@ def test_one_that_hangs_takes_its_time_out_and_no_longer(start: Start) -> None:
     assert time.monotonic() - began < 3 * SHORT
     server.resume()
     assert get(remote, 1, 100) == Got(0, 4)
+    remote.close()
+
+
+def test_closing_ends_calls_under_way(start: Start) -> None:
+    server = start()
+    remote = open_remote(at(server, 60.0))
+    server.pause()
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(remote.exists_many, [key(1)])
+        assert isinstance(remote, RedisRemote)
+        pool = remote._client._client.connection_pool
+        until(lambda: bool(pool._in_use_connections))  # it has asked, and waits
+        remote.close()
+        with pytest.raises(RemoteUnreachable):
+            call.result(timeout=10)
+    server.resume()
+
+
+def test_a_listing_that_breaks_off_is_not_a_short_one(start: Start) -> None:
+    server = start()
+    remote = open_remote(at(server))
+    puts = [Put(key(number), [memoryview(b"data")]) for number in range(3000)]
+    remote.put_many(puts)
+    with server.client as client:
+        listed = []
+        for count, each in enumerate(remote.list("v1/")):
+            listed.append(each.key)
+            if count == 600:  # it connects again, and goes on where it was
+                client.client_kill_filter(_type="normal", skipme=True)
+    assert set(listed) == {put.key for put in puts}
+    listing = remote.list("v1/")
+    next(listing)
+    server.kill()
+    with pytest.raises(RemoteUnreachable):
+        list(listing)
     remote.close()
 
 
