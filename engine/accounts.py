@@ -72,7 +72,8 @@ class Accounts:
         if self.match is not None:
             blocks = [self.match.blocks[index] for index in steps.reads]
             used = [block.id for block in blocks if block.id >= 0]
-            self.remote.tokens = sum(b.token_count for b in blocks if b.index in self.remote_blocks)
+            remote = sum(block.token_count for block in blocks if block.index in self.remote_blocks)
+            self.remote.tokens = min(remote, self.restored)
             if steps.shared and self.match.shared is not None:
                 used.append(self.match.shared.block.id)
             self._touched = tuple(used)
@@ -200,6 +201,10 @@ class Accounts:
             return "damaged"
         if self.match is None or self.shared:
             return None
+        if self.remote.decision == "loaded" and self._skip == "full":
+            return None  # all of it was there, if not here
+        if self.remote.decision == "failed":
+            return self.match.miss_reason
         # Blocks are there that no plan could use: no state, or no window, is stored at their end.
         if self._covered + block_tokens < self.match.live_prefix_tokens:
             return "no_boundary"

@@ -142,7 +142,7 @@ class Lookup:
         if member is None or member.build is None:
             return False
         parts = {part.part: member.raw(part) for part in member.parts if part.part != "logits"}
-        if not parts:
+        if not parts or not remotes.compares:
             remotes.refuse(member.build)
             return True
         start = member.depth * member.record.block_tokens

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from kvdb.writer import Ticket
 
 T = TypeVar("T")
+# Builds that one request compares with ours.
+MAX_COMPARED = 2
 Decision = Literal["loaded", "recomputed", "absent", "late", "down", "failed"]
 UNANSWERED: dict[Answer, Decision] = {
     "found": "absent",  # only what is of no use
@@ -59,6 +61,7 @@ class Remotes:
         self._fetching: Fetching | None = None
         self._found: Found | None = None
         self._refused: set[str | None] = set()
+        self._compared = 0
         self.use = RemoteUse()
         self.blocks: frozenset[int] = frozenset()  # what they fill or add, by index
 
@@ -75,7 +78,9 @@ class Remotes:
         here = make_plan(match)
         if _forwarded(here) <= 1:
             return match
-        question = self._tier.ask(match)
+        speed = self._storage.speed.seconds_per_token
+        worth = None if speed is None else speed * _forwarded(here) * 1e3
+        question = self._tier.ask(match, worth)
         if question is None:
             return match
         if not question.done():
@@ -92,7 +97,6 @@ class Remotes:
         saved = _forwarded(here) - _forwarded(there)
         if saved <= 0 or not names:
             return match
-        speed = self._storage.speed.seconds_per_token
         use.load_ms = found.load_ms(names)
         use.compute_ms = None if speed is None else speed * saved * 1e3
         if not worth_loading(use.load_ms, use.compute_ms):
@@ -150,7 +154,13 @@ class Remotes:
         if self._fetching is None:
             return None
         member, self._fetching.unchecked = self._fetching.unchecked, None
+        self._compared += member is not None
         return member
+
+    @property
+    def compares(self) -> bool:
+        """Whether one more comparison may be worth it: a remote of many builds is of little use."""
+        return self._compared <= MAX_COMPARED
 
     def refuse(self, build: str | None) -> None:
         """Use nothing of a build in this request."""

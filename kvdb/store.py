@@ -417,6 +417,8 @@ class Store(Namespaces, Upkeep, Snapshots, Sharing):
             dropped = next((ticket.reason for ticket in tickets if ticket.reason), None)
             row = replace(record, segments=tuple(parts), unstored=record.unstored or dropped)
             insert_request(connection, row)
+            if self.remotes is not None:
+                self.remotes.count(connection)
             if answer is not None:
                 remember_answer(connection, answer, self.environment.now_us())
             if record.touched:

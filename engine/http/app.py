@@ -62,7 +62,7 @@ ROUTERS: tuple[APIRouter, ...] = (
 @asynccontextmanager
 async def _life(app: FastAPI) -> AsyncGenerator[None]:
     yield
-    await asyncio.to_thread(app.state.transfers.close)
+    await app.state.transfers.close()
     await asyncio.to_thread(app.state.jobs.close)  # the store is about to close
     await app.state.figures.close()
 

@@ -143,7 +143,7 @@ async def _receive(
         raise TooLarge(f"The snapshot is larger than the store may be, {most} bytes.")
     transfers.take(tenant)
     try:
-        inbox = Inbox(request, most, transfers.stopping)
+        inbox = Inbox(request, most, transfers)
         return await transfers.run(lambda: take(inbox))
     finally:
         transfers.give_back(tenant)

@@ -10,7 +10,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from typing import Generic, TypeVar
 
@@ -39,6 +39,7 @@ class Transfers:
         self._threads = ThreadPoolExecutor(PLACES, "kvdb-transfer")
         self._taken: Counter[str] = Counter()
         self.stopping = threading.Event()
+        self.waiting: set[asyncio.Task[bytes]] = set()  # for clients
 
     def take(self, tenant: str) -> None:
         """Take a place, to be given back with :meth:`give_back`. On the event loop. Raises Busy."""
@@ -54,19 +55,21 @@ class Transfers:
         """Do ``work`` on one of the threads."""
         return asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End what is on its way, and wait for it: the store is about to close."""
         self.stopping.set()
-        self._threads.shutdown()
+        for task in self.waiting:
+            task.cancel()
+        await asyncio.to_thread(self._threads.shutdown)
 
 
 class Inbox:
     """A request's body for a thread: ``readinto`` waits for the client. Raises Gone, TooSlow,
     TooLarge, Stopping."""
 
-    def __init__(self, request: Request, most: int, stopping: threading.Event) -> None:
+    def __init__(self, request: Request, most: int, transfers: Transfers) -> None:
         self._loop = asyncio.get_running_loop()
-        self._request, self._most, self._stopping = request, most, stopping
+        self._request, self._most, self._transfers = request, most, transfers
         self._seconds = SECONDS
         self._began = self._loop.time()
         self._size, self._ended = 0, False
@@ -75,14 +78,25 @@ class Inbox:
     def readinto(self, buffer: memoryview, /) -> int:
         """Called in the thread."""
         while not self._rest and not self._ended:
-            if self._stopping.is_set():
-                raise Stopping("The server is being shut down.")
-            piece = asyncio.run_coroutine_threadsafe(self._next(), self._loop).result()
-            self._rest = memoryview(piece)
+            coming = asyncio.run_coroutine_threadsafe(self._watched(), self._loop)
+            try:
+                self._rest = memoryview(coming.result())
+            except CancelledError as error:
+                raise Stopping("The server is being shut down.") from error
         count = min(len(buffer), len(self._rest))
         buffer[:count] = self._rest[:count]
         self._rest = self._rest[count:]
         return count
+
+    async def _watched(self) -> bytes:
+        if self._transfers.stopping.is_set():
+            raise Stopping("The server is being shut down.")
+        coming = asyncio.ensure_future(self._next())
+        self._transfers.waiting.add(coming)
+        try:
+            return await coming
+        finally:
+            self._transfers.waiting.discard(coming)
 
     async def _next(self) -> bytes:
         try:

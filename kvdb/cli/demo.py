@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -18,7 +18,7 @@ import click
 from kvdb.cli.models import pull_model
 from kvdb.cli.options import FLAGS, prepare_engine, settings, store_option
 from kvdb.cli.output import say, table
-from kvdb.errors import KvdbError
+from kvdb.errors import KvdbError, UsageError
 
 MODEL = "smollm2-135m"
 MAX_TOKENS = 16
@@ -74,9 +74,15 @@ class Run:
     type=click.IntRange(min=1),
     help="Tokens to generate in each run.",
 )
+@click.option(
+    "--prompts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Other prompts, in JSON as in kvdb/cli/demo_prompt.json.",
+)
 @store_option
 @click.pass_context
-def demo(ctx: click.Context, max_tokens: int) -> None:
+def demo(ctx: click.Context, max_tokens: int, prompts: Path | None) -> None:
     """Show on SmolLM2-135M what the store saves, in about two minutes.
 
     Every run is a process of its own. The store is a temporary one unless --store names another.
@@ -90,7 +96,7 @@ def demo(ctx: click.Context, max_tokens: int) -> None:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvdb-demo-")))
         named = "store" in ctx.meta.get(FLAGS, {})
         store = values["store"] if named else work / "store"
-        rows = _runs(work, store, max_tokens)
+        rows = _runs(_prompt_files(prompts, work), store, max_tokens)
         click.echo(table(COLUMNS, rows))
         click.echo(
             "\nTokens of the prompt that were restored, computed, and went through the model; the "
@@ -102,8 +108,7 @@ def demo(ctx: click.Context, max_tokens: int) -> None:
         raise click.exceptions.Exit(PROBLEMS_FOUND)
 
 
-def _runs(work: Path, store: Path, max_tokens: int) -> list[tuple[Any, ...]]:
-    prompts = _prompts(work)
+def _runs(prompts: Mapping[str, Path], store: Path, max_tokens: int) -> list[tuple[Any, ...]]:
     run = _Runner(store, max_tokens)
     rows = []
 
@@ -212,9 +217,21 @@ def _failure(process: subprocess.Popen[str]) -> KvdbError:
     return KvdbError(f"A run of the demo ended with exit code {process.returncode}: {said}")
 
 
-def _prompts(work: Path) -> dict[str, Path]:
-    """The bundled prompts as message files for `kvdb generate --messages`."""
-    document = json.loads((resources.files("kvdb.cli") / "demo_prompt.json").read_text("utf-8"))
+def _prompt_files(given: Path | None, work: Path) -> dict[str, Path]:
+    """The prompts as message files for `kvdb generate --messages`. Raises UsageError."""
+    source = resources.files("kvdb.cli") / "demo_prompt.json" if given is None else given
+    try:
+        prompts = _prompts(json.loads(source.read_text("utf-8")))
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{source} holds no prompts for the demo ({error!r}).") from error
+    files = {}
+    for name, messages in prompts.items():
+        files[name] = work / f"{name}.json"
+        files[name].write_text(json.dumps(messages), "utf-8")
+    return files
+
+
+def _prompts(document: dict[str, Any]) -> dict[str, list[dict[str, str]]]:
     system = {"role": "system", "content": document["system"]}
     conversation = [system, *document["history"]]
     review = document["review"]
@@ -227,11 +244,7 @@ def _prompts(work: Path) -> dict[str, Path]:
         {"role": "system", "content": review["system"]},
         {"role": "user", "content": "\n\n".join((review["guide"], transcript, review["question"]))},
     ]
-    files = {}
-    for name, messages in prompts.items():
-        files[name] = work / f"{name}.json"
-        files[name].write_text(json.dumps(messages), "utf-8")
-    return files
+    return prompts
 
 
 def _queries(path: Path) -> None:

@@ -143,7 +143,14 @@ OPTIONS = (
         metavar="X",
         help="Let requests come X times as fast.",
     ),
-    click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 1 << 32)),
+    click.option(
+        "--seed",
+        default=0,
+        show_default=True,
+        type=click.IntRange(0, 1 << 32),
+        metavar="N",
+        help="Of what is drawn: machines, and when copies begin.",
+    ),
 )
 
 

@@ -30,7 +30,7 @@ def pull(remote: str, model: str | None, evict: bool, dry_run: bool, as_json: bo
     """
     with (
         open_store(create=not dry_run, read_only=dry_run) as store,
-        transferring("Objects looked at") as transfer,
+        transferring("Objects pulled") as transfer,
     ):
         done = store.pull(
             remote,

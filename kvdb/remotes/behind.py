@@ -101,6 +101,7 @@ class Behind:
                 ]
             try:
                 self._push(self._taken)
+                self._peer.changed()
             except Exception as error:  # the border of the thread; the peer has counted it
                 if isinstance(error, KvdbError | OSError) and self._peer.breaker.down_seconds:
                     self._again(self._taken)

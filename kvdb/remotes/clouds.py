@@ -191,7 +191,7 @@ def _connect(
             config=settings,
             credential_provider=provider,
             client_options={
-                "timeout": timedelta(seconds=seconds),
+                "timeout": timedelta(seconds=2 * seconds),  # the remote's own comes first
                 "connect_timeout": timedelta(seconds=min(seconds, CONNECT_SECONDS)),
                 **client,
             },

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+MANY = 16
 
 
 class Crew:
@@ -34,6 +35,8 @@ class Crew:
             if self._closed:
                 future.cancel()
                 return future
+            if len(self._work) >= MANY:  # behind calls that hang: what was given up is forgotten
+                self._work = deque(each for each in self._work if not each[0].cancelled())
             self._work.append((future, action))
             if self._idle >= len(self._work):
                 self._condition.notify()

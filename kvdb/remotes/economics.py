@@ -24,7 +24,7 @@ class Rates:
     ) -> None:
         self._seconds = seconds
         self._mutex = threading.Lock()
-        self._measured = seconds()
+        self._answered_at = self._moved_at = seconds()
         self._round_trip_ms = round_trip_ms
         self._bytes_per_second = bytes_per_second
 
@@ -40,6 +40,7 @@ class Rates:
         """A question was answered."""
         with self._mutex:
             self._round_trip_ms = moving(self._round_trip_ms, seconds * 1e3)
+            self._answered_at = self._seconds()
 
     def moved(self, nbytes: int, seconds: float) -> None:
         """So many bytes came, in ``seconds`` from the question to the last of them."""
@@ -48,16 +49,24 @@ class Rates:
         with self._mutex:
             seconds = max(seconds - (self._round_trip_ms or 0.0) / 1e3, seconds / 4, 1e-6)
             self._bytes_per_second = moving(self._bytes_per_second, nbytes / seconds)
-            self._measured = self._seconds()
+            self._moved_at = self._seconds()
 
     def load_ms(self, nbytes: int) -> float | None:
         """About how long ``nbytes`` take; None while that is not known, or no longer."""
         with self._mutex:
             if self._bytes_per_second is None or self._round_trip_ms is None:
                 return None
-            if self._seconds() - self._measured > STALE_SECONDS:
+            if self._seconds() - self._moved_at > STALE_SECONDS:
                 return None
             return self._round_trip_ms + nbytes / max(self._bytes_per_second, 1.0) * 1e3
+
+    def worth_asking(self, worth_ms: float | None) -> bool:
+        """Whether an answer comes before ``worth_ms`` have passed, as far as that is known."""
+        with self._mutex:
+            if self._round_trip_ms is None or worth_ms is None:
+                return True
+            stale = self._seconds() - self._answered_at > STALE_SECONDS
+            return stale or self._round_trip_ms < worth_ms
 
 
 def moving(average: float | None, newest: float) -> float:

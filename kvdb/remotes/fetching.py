@@ -193,9 +193,10 @@ class _Round:
                     max(0.0, min(idle, left)),
                 ):
                     break
-            stuck = (
-                set() if self._closed else {self._flying[n] for n in self._open & {*self._flying}}
-            )
+            stuck: set[Peer] = set()
+            if not self._closed:
+                stuck = {self._flying[name] for name in self._open & self._flying.keys()}
+                stuck |= {peer for peer, lanes in self._lanes.items() if lanes.queue}
         for peer in stuck:
             peer.went_wrong(RemoteUnreachable("It stopped answering in the middle of a restore."))
 

@@ -38,6 +38,7 @@ class Filling:
         self._mutex = threading.Lock()
         self._ids: dict[str, int] = {}
         self._ready: list[Member] = []
+        self._came: set[int] = set()  # blocks, by depth
         self._early: dict[int, list[Member]] = {}
         self._provenance: dict[int, tuple[bool, int | None]] = {}
         self.tickets: list[Ticket] = []
@@ -68,16 +69,21 @@ class Filling:
             self._put(ready)
         except KvdbError as error:
             log.warning("what came from a remote is not stored: %s", error)
+            ticket = Ticket(len(ready))
+            ticket.drop(type(error).__name__)
+            ticket.finish()
+            self.tickets.append(ticket)
 
     def _in_order(self, member: Member | None) -> list[Member]:
         """What can be put now: a part that came before its block, such as logits, waits for it."""
         if member is None:
             return []
-        if member.is_whole:
-            return [member, *self._early.pop(member.depth, ())]
         blocks = self._match.blocks
+        if member.is_whole:
+            self._came.add(member.depth)
+            return [member, *self._early.pop(member.depth, ())]
         here = member.depth < len(blocks) and blocks[member.depth].live
-        if here or member.depth in self._provenance:
+        if here or member.depth in self._came:
             return [member]
         self._early.setdefault(member.depth, []).append(member)
         return []

@@ -169,6 +169,7 @@ class Question:
             self._settled = True
             for peer, future in self._asked:
                 if not future.done():
+                    future.cancel()  # one that has begun goes on
                     peer.was_late()
                     self._answers.append("late")
                 elif future.cancelled() or future.exception() is not None:

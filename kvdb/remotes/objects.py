@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from itertools import groupby
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -61,28 +62,32 @@ class ObjectsRemote:
 
     def get_many(self, gets: Sequence[Get]) -> Iterator[Got]:
         answers: SimpleQueue[Got | None] = SimpleQueue()
+        tasks: list[asyncio.Task[None]] = []
 
         async def one(item: tuple[int, Get]) -> None:
             answers.put(await self._get(*item))
 
-        async def every() -> None:
-            try:
-                await _spread(one, list(enumerate(gets)), GETS)
-            finally:
-                answers.put(None)
+        def begin() -> None:
+            task = self._loop.create_task(_spread(one, list(enumerate(gets)), GETS))
+            task.add_done_callback(lambda _: answers.put(None))
+            tasks.append(task)
 
         if not gets:
             return
-        running = self._start(every())
+        self._ask(begin)
+        over = False
         try:
             while (answer := answers.get()) is not None:
                 yield answer
-            running.result()
-        except CancelledError:
+            over = True
+            tasks[0].result()
+        except asyncio.CancelledError:
             raise RemoteUnreachable(f"{self._refusals.place} was closed.") from None
         finally:
             # The buffers are the caller's again, so nothing may write to them after this.
-            if running.cancel():
+            if not over:
+                with suppress(RemoteUnreachable):
+                    self._ask(lambda: [task.cancel() for task in tasks])
                 while answers.get() is not None:
                     pass
 
@@ -114,18 +119,23 @@ class ObjectsRemote:
         self._loop.run_until_complete(_give_up_all())
         self._loop.close()
 
-    def _start(self, work: Coroutine[Any, Any, Answer]) -> Future[Answer]:
+    def _ask(self, work: Callable[[], object]) -> None:
+        """Have the loop's thread do something soon."""
         with self._open:
-            if not self._closed:
-                return asyncio.run_coroutine_threadsafe(work, self._loop)
-        work.close()
-        raise RemoteUnreachable(f"{self._refusals.place} was closed.")
+            if self._closed:
+                raise RemoteUnreachable(f"{self._refusals.place} was closed.")
+            self._loop.call_soon_threadsafe(work)
 
     def _run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        with self._open:
+            future = None if self._closed else asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return self._start(work).result()
+            if future is not None:
+                return future.result()
         except CancelledError:
-            raise RemoteUnreachable(f"{self._refusals.place} was closed.") from None
+            pass
+        work.close()
+        raise RemoteUnreachable(f"{self._refusals.place} was closed.") from None
 
     async def _in_time(self, request: Awaitable[Answer]) -> Answer:
         """Raises RemoteUnreachable when it is not done in time; what the request raises."""

@@ -6,7 +6,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,6 +31,7 @@ ASKING, FETCHING = 2, 2
 # How long an answer is believed. What turned out to be wrong is not fetched again for long.
 ABSENT_SECONDS, PRESENT_SECONDS, BAD_SECONDS = 5.0, 60.0, 600.0
 MAX_KNOWN = 100_000
+CLOSE_SECONDS = 1.0
 
 
 class _Known(NamedTuple):
@@ -47,7 +48,8 @@ class Clock:
 
 
 class Peer:
-    """A remote and what is known of it. ``changed`` is called when there is something to count."""
+    """A remote and what is known of it. ``changed`` has what was counted written
+    soon; what went well can wait for the next request's row."""
 
     def __init__(
         self,
@@ -69,7 +71,7 @@ class Peer:
         self.fetching = Crew(f"kvdb-fetch-{spec.name}", FETCHING)
         self._clock = clock.environment
         self._opener = opener
-        self._changed = changed
+        self.changed = changed
         self._remote: Remote | None = None
         self._opening = threading.Lock()
         self._known: dict[str, _Known] = {}
@@ -93,7 +95,10 @@ class Peer:
         self.fetching.close()
         remote, self._remote = self._remote, None
         if remote is not None:
-            remote.close()
+            closing = Crew(f"kvdb-close-{self.name}", 1)
+            with suppress(Exception):  # it is given up in any case
+                closing.submit(remote.close).result(CLOSE_SECONDS)
+            closing.close()
 
     @contextmanager
     def watched(self) -> Iterator[Remote]:
@@ -103,11 +108,8 @@ class Peer:
         except Exception as error:
             self.went_wrong(error)
             raise
-        else:
-            self.breaker.succeeded()
-            self.counters.down(None)
-        finally:
-            self._changed()
+        self.breaker.succeeded()
+        self.counters.down(None)
 
     def went_wrong(self, error: Exception) -> None:
         self.breaker.failed()
@@ -115,6 +117,7 @@ class Peer:
         now = self._clock.now_us()
         self.counters.went_wrong(str(error) or type(error).__name__, now)
         self.counters.down(now + int(self.breaker.down_seconds * 1e6))
+        self.changed()
         if not isinstance(error, KvdbError | OSError):
             log.error("the remote %s failed, by a defect", self.name, exc_info=error)
 
@@ -125,7 +128,7 @@ class Peer:
         down = self.breaker.down_seconds
         if down:
             self.counters.down(self._clock.now_us() + int(down * 1e6))
-        self._changed()
+        self.changed()
 
     # -- what is there -----------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from kvdb.remotes.naming import (
     parse_namespace_key,
 )
 from kvdb.remotes.packing import unpack
+from kvdb.remotes.probe import PROBE_KEY
 from kvdb.remotes.remote import Remote, RemoteError
 from kvdb.remotes.report import INTERRUPTED, PullReport
 from kvdb.remotes.runs import Runs
@@ -99,7 +100,8 @@ class _Pull:
         self._progress = progress
         self._stopped = stopped
         self._admission = Admission(store)
-        self._seen = 0
+        # Objects that are dealt with, and all that are listed.
+        self._done = self._total = 0
 
     # -- what there is -----------------------------------------------------------------------
 
@@ -111,10 +113,11 @@ class _Pull:
             key = parse_block_key(listed.key)
             if key is not None:
                 keys.add(key, listed.nbytes)
-            elif parse_namespace_key(listed.key) is None:
+            elif parse_namespace_key(listed.key) is None and listed.key != PROBE_KEY:
                 self._report.foreign += 1
             if not number % 1000:
-                self._go_on(0, 0)
+                self._go_on()
+        self._total = keys.count
 
     def count(self, keys: SortedKeys) -> None:
         """Say what would be fetched."""
@@ -135,6 +138,8 @@ class _Pull:
                 try:
                     for window in fetch_windows(self._remote, record, blocks):
                         self._take(record, window, runs)
+                        self._done += sum(len(block.objects) for block in window.blocks)
+                        self._go_on()
                         if window.error is not None:
                             raise window.error
                     runs.publish()
@@ -153,7 +158,6 @@ class _Pull:
 
     def _wanted(self, keys: SortedKeys) -> Iterator[tuple[NamespaceRecord, Iterator[WantedBlock]]]:
         """Namespaces that may be had, each with its blocks of which the store lacks something."""
-        total = keys.count
         known = self._model is None
         for fingerprint, sized in groupby(keys, lambda each: each.key.fingerprint):
             record = self._record(fingerprint)
@@ -167,7 +171,7 @@ class _Pull:
                 continue
             with self._store.database.read() as connection:
                 self._report.namespaces += compare_namespaces(connection, [record])
-            yield record, self._lacking(record, sized, total)
+            yield record, self._lacking(record, sized)
         if not known:
             raise StoreMissing(f"The remote holds nothing of the model {self._model!r}.")
 
@@ -182,25 +186,23 @@ class _Pull:
             self._report.left["undescribed"] += 1
         return record
 
-    def _lacking(
-        self, record: NamespaceRecord, keys: Iterable[Sized], total: int
-    ) -> Iterator[WantedBlock]:
+    def _lacking(self, record: NamespaceRecord, keys: Iterable[Sized]) -> Iterator[WantedBlock]:
         report = self._report
         fits = self._admission.fits(record)
         parts = {None, *optional_parts(record.layout)}
         batch: list[WantedBlock] = []
         for (_, hash_), group in groupby(keys, lambda each: (each.key.depth, each.key.hash)):
             objects = list(group)
-            self._seen += len(objects)
-            self._go_on(self._seen, total)
             ours = [sized for sized in objects if sized.key.part in parts]
             report.foreign += len(objects) - len(ours)
             report.blocks += bool(ours)
-            if ours and not fits:
-                report.left["too_large"] += 1
-            elif ours:
+            if ours and fits:
                 batch.append(WantedBlock(hash_, ours))
+            else:
+                report.left.update({"too_large": 1} if ours else {})
+                self._done += len(objects)
             if len(batch) >= LOOK_BLOCKS:
+                self._go_on()
                 yield from self._compare(batch)
                 batch = []
         yield from self._compare(batch)
@@ -209,6 +211,7 @@ class _Pull:
         with self._store.database.read() as connection:
             lacks = [_lacks(connection, block) for block in blocks]
         for block, objects in zip(blocks, lacks, strict=True):
+            self._done += len(block.objects) - len(objects or ())
             if objects:
                 self._report.new += 1
                 yield WantedBlock(block.hash, objects)
@@ -217,9 +220,9 @@ class _Pull:
             else:
                 self._report.left["incomplete"] += 1
 
-    def _go_on(self, done: int, total: int) -> None:
+    def _go_on(self) -> None:
         if self._progress is not None:
-            self._progress(done, total)
+            self._progress(self._done, self._total)
         if self._stopped():
             raise _Stop(INTERRUPTED)
 

@@ -53,8 +53,8 @@ def push_blocks(
     progress: Progress | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> PushReport:
-    """See :meth:`kvdb.store.Store.push`. Raises RemoteError where not even its first answer
-    came."""
+    """See :meth:`kvdb.store.Store.push`. Raises RemoteError where nothing could be done
+    at all."""
     plan = make_plan(store, selection, tokens=True, recoded=None)
     report = PushReport(blocks=len(plan.blocks), salted=plan.salted)
     try:
@@ -73,6 +73,7 @@ def push_blocks(
                 raise
     except _Stop as stop:
         report.stopped = str(stop)
+        report.broken = report.stopped != INTERRUPTED
     except RemoteError as error:
         if not (report.stored or report.present):
             raise

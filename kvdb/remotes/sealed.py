@@ -94,21 +94,16 @@ class SealedRemote:
     def get_many(self, gets: Sequence[Get]) -> Iterator[Got]:
         overhead = HEADER_BYTES + RECIPIENT_BYTES * max(1, len(self._seal.recipients))
         sizes = [get.buffer.nbytes + overhead + _tags(get.buffer.nbytes) for get in gets]
-        first = 0
-        while first < len(gets):
-            end = first + 1
-            while end < len(gets) and sum(sizes[first : end + 1]) <= SCRATCH_BYTES:
-                end += 1
+        for first, end in _windows(sizes):
             scratch = [np.empty(size, np.uint8).data for size in sizes[first:end]]
-            wanted = [Get(get.key, own) for get, own in zip(gets[first:end], scratch, strict=True)]
-            for got in self._inner.get_many(wanted):
+            keys = [get.key for get in gets[first:end]]
+            for got in self._inner.get_many(list(map(Get, keys, scratch))):
                 number = first + got.index
                 if got.nbytes is None:
                     yield Got(number, None, got.problem)
                 else:
                     data = scratch[got.index][: got.nbytes]
                     yield self._open(number, data, gets[number].buffer)
-            first = end
 
     def put_many(self, puts: Sequence[Put]) -> list[PutState]:
         if not puts:
@@ -237,6 +232,18 @@ def _recipients(option: str) -> tuple[Any, ...]:
             'The option encrypt is "passphrase", or a JSON list of age recipients; see --encrypt.'
         )
     return tuple(parse_recipient(text) for text in texts)
+
+
+def _windows(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Cut into runs that fit into the scratch memory, or have one member."""
+    first = used = 0
+    for number, size in enumerate(sizes):
+        if number > first and used + size > SCRATCH_BYTES:
+            yield first, number
+            first, used = number, 0
+        used += size
+    if sizes:
+        yield first, len(sizes)
 
 
 def _tags(nbytes: int) -> int:

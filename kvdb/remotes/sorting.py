@@ -30,7 +30,7 @@ class SortedKeys:
         self.count = 0
 
     def add(self, key: BlockKey, nbytes: int) -> None:
-        self._piece.append(f"{key} {nbytes}\n")
+        self._piece.append(f"{key} {max(nbytes, 0)}\n")
         self.count += 1
         if len(self._piece) >= self._most:
             file = tempfile.TemporaryFile("w+", encoding="ascii")  # noqa: SIM115 - closed by close

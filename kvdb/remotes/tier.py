@@ -85,10 +85,15 @@ class Tier:
 
     # -- reading -----------------------------------------------------------------------------
 
-    def ask(self, match: Match) -> Question | None:
-        """Ask all remotes for what of a prompt is not here; None where there is nobody to ask."""
+    def ask(self, match: Match, worth_ms: float | None = None) -> Question | None:
+        """Ask all remotes for what of a prompt is not here; None where there is nobody to ask, or
+        nobody who answers within ``worth_ms``, which it takes to compute it all."""
         record = self._store.describe(match.namespace)
-        peers = [peer for peer in self.peers if peer.reads and peer.serves(record)]
+        peers = [
+            peer
+            for peer in self.peers
+            if peer.reads and peer.serves(record) and peer.rates.worth_asking(worth_ms)
+        ]
         return Question(peers, record, match, self._environment) if peers else None
 
     def fetching(
@@ -135,7 +140,7 @@ class Tier:
                 peer.close()
         if not self._store.read_only:
             with contextlib.suppress(KvdbError), self._store.database.write() as connection:
-                self._count(connection)
+                self.count(connection)
 
     # -- counting ----------------------------------------------------------------------------
 
@@ -145,11 +150,12 @@ class Tier:
                 return
             self._pending = True
         try:
-            self._store.later(self._count)
+            self._store.later(self.count)
         except KvdbError:
             self._pending = False  # the store is closing: close writes the rest
 
-    def _count(self, connection: Connection) -> None:
+    def count(self, connection: Connection) -> None:
+        """Add what was counted since the last time to the rows, in the caller's transaction."""
         self._pending = False
         for peer in self.peers:
             peer.counters.write(connection)

@@ -135,7 +135,7 @@ class Sharing:
     ) -> PullReport:
         """Take what the remote has and the store lacks, of all models or of one (a name, or the
         start of a namespace's fingerprint), every object checked. What is stored stays, unless
-        ``evict``. ``progress`` is told (objects looked at, objects in all); it can be ``stopped``
+        ``evict``. ``progress`` is told (objects dealt with, objects in all); it can be ``stopped``
         as :meth:`push`.
 
         Raises RemoteError where nothing could be done, UsageError for a remote that is not read,

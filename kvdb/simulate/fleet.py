@@ -1,10 +1,10 @@
 """Many machines with a cache each, and one remote that they share, as a replay of a trace.
 
-For each request, as in kvdb itself: what the machine has is read from its disk; the remote is
-asked once for the rest, which costs a round trip; what it has is loaded if that is sooner than
-computing it; the rest is computed, kept, and written to the remote behind the request. Time to the
-first token is when all that is done. Machines compute as many prompts at once as they get, each at
-full speed: ``prefill_load`` of the result says whether they could.
+For each request, as in kvdb itself: what the machine has is read from its disk; the remote is asked
+once for the rest, which costs a round trip; what it has is loaded if it arrives sooner than it
+could be computed; the rest is computed, kept, and written to the remote behind the request. Time to
+the first token is when all that is done. Machines compute as many prompts at once as they get, each
+at full speed: ``prefill_load`` of the result says whether they could.
 """
 
 from __future__ import annotations

@@ -90,6 +90,12 @@ class Restore:
         self._spec = spec
         self._tokens = tokens
         self._number = 0
+        part = LAYOUT.by_name["kv:0"]
+        # Used again, as MLX does its buffers.
+        self._views = [
+            [np.zeros(t.full_shape(len(tokens) + 256), np.float32) for t in part.tensors]
+            for _ in part.layers
+        ]
 
     def __call__(self, kept: bool) -> float:
         """Seconds from the look-up to the last byte in place, in a store that is empty."""
@@ -97,17 +103,12 @@ class Restore:
         with kvdb.open(self._folder / f"b{self._number}", queue_bytes=4 << 30) as store:
             store.remotes = attach(store, [self._spec])
             namespace = store.namespace(kvdb.ModelIdentity("bench", "bench"), LAYOUT)
-            specs = LAYOUT.by_name["kv:0"]
-            views = [
-                [np.empty(t.full_shape(len(self._tokens) + 256), np.float32) for t in specs.tensors]
-                for _ in specs.layers
-            ]
             began = time.perf_counter()
             match = store.match(namespace, self._tokens)
             found = ask(store, match)
             extended = match.extended(found.elsewhere())
             fetching = store.remotes.fetching(found, lambda _: "use", fill=kept)
-            want = Want("kv:0", views, tuple(range(len(extended.blocks))))
+            want = Want("kv:0", self._views, tuple(range(len(extended.blocks))))
             result = store.read_parts(extended, [want], fetching)
             seconds = time.perf_counter() - began
             assert not result.lost, result.lost

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -304,8 +305,13 @@ def test_a_real_model_answers_alike(spawn: Run, models: Path) -> None:
 
 @pytest.mark.model
 @pytest.mark.slow
-def test_demo(spawn: Run, models: Path, path: Path) -> None:
-    done = spawn("demo", "--store", path, "--max-tokens", 4, KVDB_MODELS=str(models))
+def test_demo(spawn: Run, models: Path, path: Path, tmp_path: Path) -> None:
+    """As `make demo` runs it, but with less to read."""
+    prompts = json.loads((resources.files("kvdb.cli") / "demo_prompt.json").read_text("utf-8"))
+    prompts |= {"system": prompts["system"][:1500], "history": []}
+    (tmp_path / "prompts.json").write_text(json.dumps(prompts), "utf-8")
+    shorter = ("--prompts", tmp_path / "prompts.json", "--max-tokens", 4)
+    done = spawn("demo", "--store", path, *shorter, KVDB_MODELS=str(models))
     assert done.returncode == 0, done.stderr
     table = [line for line in done.stdout.splitlines() if line[:2] in ("1 ", "2 ", "3 ", "4 ")]
     assert len(table) == 5
@@ -318,6 +324,6 @@ def test_demo(spawn: Run, models: Path, path: Path) -> None:
     first, second, third, fourth = (tuple(row.values()) for row in restored)
     assert first[1:] == (0, first[0])
     assert second[1:] == (second[0], 0)
-    assert third[1] > 0.9 * third[0]
+    assert third[1] > 0.8 * third[0]
     # What the killed process had stored: nothing else stored that prompt before.
     assert fourth[1] >= 256

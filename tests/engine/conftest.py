@@ -116,3 +116,11 @@ def bench(chat_model: Path, store: Store, make_engine: MakeEngine) -> Make:
         return Bench(store, make_engine(store, model, block_tokens=block_tokens, **options), model)
 
     return make
+
+
+@pytest.fixture
+def always_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models compute faster than a busy machine fetches: as if it were not known how fast."""
+    from engine.builds import Speed
+
+    monkeypatch.setattr(Speed, "seconds_per_token", None)

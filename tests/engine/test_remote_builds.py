@@ -16,6 +16,8 @@ from kvdb.remotes.configs import new_spec, save_spec
 from kvdb.store import Store
 from kvdb.writer import Payload
 
+pytestmark = pytest.mark.usefixtures("always_loads")
+
 PROMPT = prompt_tokens(150)
 BLOCK = 64
 VERDICTS = "SELECT verdict FROM builds WHERE digest = 'another build'"

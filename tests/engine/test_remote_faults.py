@@ -13,6 +13,7 @@ from tiny_model import Run, prompt_tokens, run, write_model
 
 import kvdb
 from engine import End, Engine, Request, Sampling, Token
+from engine.builds import Speed
 from kvdb.explain import explain_request
 from kvdb.remotes.configs import new_spec, save_spec
 from kvdb.remotes.registry import open_remote
@@ -27,6 +28,8 @@ from kvdb.remotes.remote import (
     RemoteUnreachable,
 )
 from kvdb.remotes.tier import Tier
+
+pytestmark = pytest.mark.usefixtures("always_loads")
 
 PROMPT = prompt_tokens(300)
 BLOCK = 32
@@ -196,14 +199,17 @@ def test_a_question_that_hangs_costs_its_budget(world: World) -> None:
     release.set()
 
 
-def test_loading_that_is_slower_than_computing_is_left_alone(world: World) -> None:
+def test_loading_that_is_slower_than_computing_is_left_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Speed, "seconds_per_token", 1e-3)
     with world.store.database.write() as connection:
         connection.execute("UPDATE remotes SET round_trip_ms = 1, bytes_per_second = 2000")
     got = world.ask()
     assert (got.stats.skip, got.stats.bytes_remote) == ("none", 0)
     told = world.row()
     assert (told["remote"], told["remote_decision"]) == ("team", "recomputed")
-    assert told["load_estimate_ms"] > told["compute_estimate_ms"] > 0
+    assert told["load_estimate_ms"] > told["compute_estimate_ms"] == pytest.approx(len(PROMPT))
     words = explain_request(world.store, told["id"]).lines()
     assert any(line.startswith("Remote: team has more of it") for line in words)
     history = "SELECT remote, remote_decision, remote_tokens FROM hit_history WHERE id = ?"

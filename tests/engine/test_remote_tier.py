@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +13,12 @@ from tiny_model import Run, difference, equal, prompt_tokens, run, write_model
 from zoo import write_species
 
 import kvdb
+from engine import Request, Sampling, Token
 from kvdb.remotes.configs import new_spec, save_spec
 from kvdb.remotes.tier import Tier
 from kvdb.store import Store
+
+pytestmark = pytest.mark.usefixtures("always_loads")
 
 PROMPT = prompt_tokens(150)
 Machine = Callable[..., Store]
@@ -82,7 +87,7 @@ def test_what_one_computed_another_restores(
     assert (told["remote"], told["remote_decision"]) == ("team", "loaded")
     assert told["remote_tokens"] == len(PROMPT) == told["restored_tokens"]
     assert told["bytes_remote"] == first.stats.bytes_remote > 0
-    assert told["unstored"] is None
+    assert (told["unstored"], told["miss_reason"]) == (None, None)
     # What came is stored here now, with where it came from: the remote is asked no more.
     again = run(engine, PROMPT, reuse=reuse, max_tokens=12)
     assert again.stats.skip == "full"
@@ -114,6 +119,10 @@ def test_states_windows_and_logits_are_fetched_as_a_plan_needs_them(
         assert remote.stats.restored_tokens == local.stats.restored_tokens > 0
         assert remote.stats.remote_tokens == remote.stats.restored_tokens
         assert equal(local, remote, "max")
+    # What is kept of them serves the next one.
+    assert run(engine, PROMPT).stats.bytes_remote > 0
+    again = run(engine, PROMPT)
+    assert (again.stats.skip, again.stats.bytes_remote) == ("full", 0)
 
 
 def objects(team: Path) -> list[Path]:
@@ -160,3 +169,73 @@ def test_a_wrong_object_is_computed_and_replaced(
     third = run(make_engine(machine("c"), model, block_tokens=32), PROMPT, max_tokens=12)
     assert (third.stats.skip, third.stats.remote_tokens) == ("full", len(PROMPT))
     assert third.ids == cold.ids
+
+
+def test_a_device_is_filled_by_way_of_the_store(
+    tmp_path: Path, machine: Machine, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the host's memory is not the device's: only the look-up is told so here."""
+    from engine import lookup
+
+    model = write_model(tmp_path / "model")
+    here, there = machine("a"), machine("b")
+    cold = run(make_engine(here, model, block_tokens=32), PROMPT, max_tokens=12)
+    shared(here)
+    monkeypatch.setattr(lookup, "mlxlm", SimpleNamespace(host_memory=lambda: False))
+    engine = make_engine(there, model, block_tokens=32)
+    first = run(engine, PROMPT, max_tokens=12)
+    assert (first.stats.skip, first.stats.remote_tokens) == ("full", len(PROMPT))
+    assert first.stats.bytes_remote > 0
+    assert first.stats.bytes_read > 0
+    assert first.ids == cold.ids
+
+
+def test_a_hole_is_filled_from_a_remote(tmp_path: Path, machine: Machine, make_engine: Any) -> None:
+    model = write_model(tmp_path / "model")
+    here = machine("a")
+    engine = make_engine(here, model, block_tokens=32)
+    cold = run(engine, PROMPT, max_tokens=12)
+    shared(here)
+    with here.database.write() as connection:
+        holes = [
+            id_ for (id_,) in connection.execute("SELECT id FROM blocks WHERE depth IN (1, 2)")
+        ]
+        for block_id in holes:
+            connection.execute("DELETE FROM parts WHERE block_id = ?", (block_id,))
+            connection.execute("UPDATE blocks SET state = 'evicted' WHERE id = ?", (block_id,))
+    warm = run(engine, PROMPT, max_tokens=12)
+    assert (warm.stats.skip, warm.stats.remote_tokens) == ("full", 64)
+    assert warm.ids == cold.ids
+    assert run(engine, PROMPT, max_tokens=12).stats.bytes_remote == 0
+
+
+def test_several_requests_at_once_and_a_longer_prompt(
+    tmp_path: Path, machine: Machine, make_engine: Any
+) -> None:
+    model = write_model(tmp_path / "model")
+    here, there = machine("a"), machine("b")
+    longer = [*PROMPT, *prompt_tokens(60, 5)]
+    cold = [
+        run(make_engine(here, model, block_tokens=32), prompt, max_tokens=8)
+        for prompt in (PROMPT, longer)
+    ]
+    shared(here)
+    engine = make_engine(there, model, block_tokens=32)
+    answers: dict[int, list[int]] = {}
+
+    def ask(number: int) -> None:
+        prompt = (PROMPT, longer)[number % 2]
+        events = engine.generate(Request(tokens=prompt, max_tokens=8, sampling=Sampling(seed=7)))
+        answers[number] = [event.id for event in events if isinstance(event, Token)]
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [answers[number] for number in range(6)] == [cold[n % 2].ids for n in range(6)]
+    assert there.flush(10)
+    assert there.verify(data=True).ok
+    assert there.sql("SELECT sum(remote_tokens) > 0, count(unstored) FROM requests").rows == [
+        (1, 0)
+    ]

@@ -20,7 +20,7 @@ def on_a_loop(work: Callable[[Transfers], Awaitable[None]]) -> None:
         try:
             await asyncio.wait_for(work(transfers), 30)
         finally:
-            await asyncio.to_thread(transfers.close)
+            await transfers.close()
 
     asyncio.run(run())
 
@@ -127,7 +127,7 @@ def test_what_a_reader_gets(
     monkeypatch.setattr(streams, "SECONDS", 0.1)
 
     async def work(transfers: Transfers) -> None:
-        inbox = Inbox(Client(messages), 100, transfers.stopping)  # type: ignore[arg-type]
+        inbox = Inbox(Client(messages), 100, transfers)  # type: ignore[arg-type]
 
         def read() -> bytes:
             data, buffer = b"", memoryview(bytearray(2))
@@ -144,6 +144,19 @@ def test_what_a_reader_gets(
     on_a_loop(work)
 
 
+def test_a_reader_ends_with_the_server() -> None:
+    async def work(transfers: Transfers) -> None:
+        inbox = Inbox(Client([]), 100, transfers)  # type: ignore[arg-type]
+        reading = transfers.run(lambda: inbox.readinto(memoryview(bytearray(2))))
+        while not transfers.waiting:
+            await asyncio.sleep(0)
+        await transfers.close()
+        with pytest.raises(Stopping):
+            await reading
+
+    on_a_loop(work)
+
+
 def test_a_body_that_trickles_is_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece comes in time, and all of it never would."""
     monkeypatch.setattr(streams, "SECONDS", 0.05)
@@ -154,7 +167,7 @@ def test_a_body_that_trickles_is_too_slow(monkeypatch: pytest.MonkeyPatch) -> No
             return piece(b"x")
 
     async def work(transfers: Transfers) -> None:
-        inbox = Inbox(Trickle([]), 1 << 30, transfers.stopping)  # type: ignore[arg-type]
+        inbox = Inbox(Trickle([]), 1 << 30, transfers)  # type: ignore[arg-type]
 
         def read() -> None:
             while inbox.readinto(memoryview(bytearray(10))):

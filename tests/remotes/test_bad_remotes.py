@@ -221,6 +221,25 @@ def test_keys_given_are_not_mixed_with_those_of_another_account(
     opened.close()
 
 
+def test_what_came_meanwhile_stays_and_what_is_there_is_not_sent(
+    remote: Remote, proxy: FaultyHttp
+) -> None:
+    def unseen(request: Request, ask: Callable[[Request], Answer]) -> Answer:
+        return Answer(404) if request.method == "HEAD" else ask(request)
+
+    def sent() -> int:
+        return sum(request.method == "PUT" for request in proxy.requests)
+
+    proxy.fault = unseen
+    before = sent()
+    assert put(remote, 1, b"other") == "present"
+    assert sent() == before + 1
+    proxy.fault = None
+    assert put(remote, 1, b"other") == "present"
+    assert sent() == before + 1
+    assert get(remote, [key(1)], len(DATA)) == [DATA]
+
+
 def test_a_server_without_conditional_puts(remote: Remote, proxy: FaultyHttp) -> None:
     def fault(request: Request, ask: Callable[[Request], Answer]) -> Answer:
         conditional = any(name.lower() == "if-none-match" for name in request.headers)
@@ -275,6 +294,21 @@ def test_who_stops_asking_gets_its_buffers_back(remote: Remote, proxy: FaultyHtt
     assert get(remote, [key(1)], len(DATA)) == [DATA]
     assert [bytes(buffer) for buffer in buffers] == before
     assert buffers.count(bytearray(len(DATA))) > 10
+
+
+def test_who_waits_while_the_remote_is_closed_is_told(proxy: FaultyHttp) -> None:
+    opened = open_remote(s3_config(proxy.url))
+    put(opened, 1, DATA)
+    proxy.traffic = Traffic(bytes_per_second=50_000)
+    gets = opened.get_many([Get(key(1), memoryview(bytearray(len(DATA))))])
+    with ThreadPoolExecutor(2) as threads:
+        waits = [threads.submit(next, gets), threads.submit(lambda: list(opened.list("v1/")))]
+        while not proxy.connections:
+            os.sched_yield()
+        opened.close()
+        for wait in waits:
+            with pytest.raises(RemoteUnreachable, match="was closed"):
+                wait.result(SECONDS + MARGIN)
 
 
 def test_nothing_is_left_of_a_closed_remote(proxy: FaultyHttp) -> None:

@@ -108,18 +108,28 @@ def test_loading_is_weighed_against_computing() -> None:
     assert rates.load_ms(10 << 20) == pytest.approx(1010)
     rates.moved(1000, 5.0)  # so little measures the way there only
     assert rates.load_ms(10 << 20) == pytest.approx(1010)
+    assert rates.worth_asking(11)
+    assert not rates.worth_asking(9)  # it would be computed by then
     assert worth_loading(1010, 2000)
     assert not worth_loading(1010, 1000)
     assert worth_loading(None, 1)
     assert worth_loading(1, None)
     clock.now += STALE_SECONDS + 1
     assert rates.load_ms(1) is None  # and so it is measured again
+    assert rates.worth_asking(9)
 
 
 def test_calls_that_hang_take_no_more_than_their_threads() -> None:
-    crew, release = Crew("kvdb-test", 2), threading.Event()
+    crew, release, begun = Crew("kvdb-test", 2), threading.Event(), threading.Semaphore(0)
     before = threading.active_count()
-    hung = [crew.submit(release.wait) for _ in range(10)]
+
+    def hang() -> bool:
+        begun.release()
+        return release.wait(30)
+
+    hung = [crew.submit(hang) for _ in range(10)]
+    assert begun.acquire(timeout=10)
+    assert begun.acquire(timeout=10)
     assert threading.active_count() <= before + 2
     crew.close()
     assert all(future.cancelled() for future in hung[2:])

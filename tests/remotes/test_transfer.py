@@ -187,14 +187,14 @@ def test_tenants_own_state_stays_unless_it_is_to_be_shared(
 
 
 def test_foreign_objects_are_passed_over(team: Store, b: Store, there: Path) -> None:
-    for name in ("readme.txt", "v1/photo.jpg", "v1/ab/cd/other-thing", "v2/x/y"):
+    good = objects(there)[0]
+    good.with_name(good.name + ".state_7").write_bytes(b"x")  # no part of this layout
+    for name in ("readme.txt", "v1/ab/cd/other-thing", "v2/x/y"):
         (there / name).parent.mkdir(parents=True, exist_ok=True)
         (there / name).write_bytes(b"\0" * 100)
-    space = objects(there)[0].parent
-    (space / (objects(there)[0].name + ".state_7")).write_bytes(b"x")  # no part of this layout
     pulled = b.pull(there.as_uri())
     assert (pulled.stored, pulled.rejected) == (BLOCKS, 0)
-    assert pulled.foreign >= 3
+    assert pulled.foreign == 2
     assert content(b) == content(team)
 
 

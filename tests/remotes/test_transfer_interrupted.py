@@ -101,7 +101,7 @@ def test_asked_to_stop(store: Store, tmp_path: Path, there: Path) -> None:
     assert 0 < pushed.stored < 17
     assert store.push(there.as_uri()).present == pushed.stored
     with kvdb.open(tmp_path / "b", min_free_bytes=0) as b:
-        pulled = b.pull(there.as_uri(), stopped=after(12))
+        pulled = b.pull(there.as_uri(), stopped=after(4))
         assert pulled.stopped == "Interrupted."
         assert len(blocks(b)) == pulled.stored
         assert 0 < pulled.stored < 14
