@@ -164,6 +164,7 @@ class Generation:
                 self._finish = cancelled.reason
                 self._keep_cut_short()
             self._keep_generated(final=True)
+            self._lookup.fill()
             if self._live is not None:  # it may be a row of a batch that goes on without it
                 self._live.seat.lose()
             yield from self._hold()
@@ -254,8 +255,8 @@ class Generation:
             self._live = LiveState(None, worker.new_caches())
             self._took.settle(steps)
             return steps, self._live
-        buffers = worker.buffers(layout, capacity_for(len(self._prompt), self._room))
-        self._buffers = buffers
+        capacity = capacity_for(len(self._prompt), self._room)
+        self._buffers = buffers = worker.buffers(layout, capacity)
         # Stored logits that could not be read before cannot be now.
         steps = yield from self._lookup.read(steps, buffers, logits_ok=bool(self._generated))
         caches = worker.new_caches()
@@ -279,6 +280,7 @@ class Generation:
                 known,
                 exact=exact,
                 running=self._lookup.running,
+                before=self._lookup.fill,
             )
         return steps, self._live
 
@@ -473,7 +475,6 @@ class Generation:
     def _record(self, stats: Stats) -> None:
         if self._storage is None:
             return
-        cut_short = self._finish in CUT_SHORT
         self._storage.speed.took(stats.computed_tokens + stats.refilled_tokens, stats.prefill_ms)
         self._storage.record(
             self._took.record(
@@ -481,7 +482,7 @@ class Generation:
                 self._request,
                 self._storage.namespace.id,
                 self._tip_hash(),
-                cut_short=cut_short,
+                cut_short=self._finish in CUT_SHORT,
             ),
             [*self._lookup.tickets, *(self._recorder.tickets if self._recorder else ())],
             self.given.segments,

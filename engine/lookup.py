@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -162,6 +163,12 @@ class Lookup:
                 storage.builds.judge(digest, done.value)
                 return
             yield Wait(lambda: True)
+
+    def fill(self, index: int | None = None) -> None:
+        """Before block ``index`` is put (None: at the end), what came from remotes and stands
+        before it goes into the store."""
+        if self._remotes is not None:
+            self._remotes.release(sys.maxsize if index is None else index)
 
     def fork(self, other: Lookup) -> None:
         """Let another request hold what this one does."""

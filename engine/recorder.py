@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +26,7 @@ class Recorder:
 
     Full attention is cut when a block is whole. A sliding layer forgets: its tokens are cut after
     each forward, and the pieces of a block that is not whole yet wait here. States are cut where
-    ``boundaries`` say so and the caches stand there.
+    ``boundaries`` say so and the caches stand there. ``before`` is called before a block is put.
     """
 
     def __init__(
@@ -38,8 +38,10 @@ class Recorder:
         *,
         exact: bool,
         running: Running | None,
+        before: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._storage = storage
+        self._before = before
         self._live = live
         self._boundaries = boundaries
         self._known = set(known)
@@ -153,6 +155,7 @@ class Recorder:
 
     def _flush(self, tokens: Tokens, run: list[Payload], exact: bool, decoded: bool) -> None:
         if run:
+            self._before(run[0].index)
             ticket = self._storage.put(
                 tokens,
                 list(run),

@@ -140,14 +140,26 @@ class Remotes:
         except BaseException:
             fetching.cancel()
             raise
-        tickets, match = self.tickets, fetching.found.match
-        first = min(self.blocks, default=match.matched)
-        self._storage.expect(match.tokens, first, [t for t in tickets if not t.done])
+        self._expect(self.tickets)
         use = self.use
         use.nbytes = fetching.nbytes
         if fetching.given:
             use.name = fetching.given.most_common(1)[0][0]
         return result.result()
+
+    def release(self, index: int) -> None:
+        """Block ``index`` is about to be put: what came and stands before it goes first."""
+        filling = None if self._fetching is None else self._fetching.filling
+        if filling is not None:
+            known = len(filling.tickets)
+            filling.release(index)
+            self._expect(filling.tickets[known:])
+
+    def _expect(self, tickets: Sequence[Ticket]) -> None:
+        """Look-ups of this prompt wait for these puts."""
+        match = self._require_fetching().found.match
+        first = min(self.blocks, default=match.matched)
+        self._storage.expect(match.tokens, first, [t for t in tickets if not t.done])
 
     def unchecked(self) -> Member | None:
         """A block of a build that must be compared before more is fetched."""

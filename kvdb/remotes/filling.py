@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvdb.remotes")
 
-# So much waits for the end of a fetch: the disk has time behind it.
+# So much waits for the end of a fetch (the disk has time behind it), and so much behind a gap.
 HOLD_BYTES = 48 << 20
 
 
 class Filling:
     """Takes objects in any order and puts them in that of ``names``, so that parents come first;
-    a few at a time, and the rest at the end. ``tickets`` are those of its puts; ``running`` goes
-    along to the deepest block."""
+    a few at a time, and the rest at the end. What stands on a block that did not come waits until
+    that is computed: see :meth:`release`. ``tickets`` are those of its puts; ``running`` goes along
+    to the deepest block."""
 
     def __init__(self, store: Store, match: Match, running: Running | None) -> None:
         self._store = store
@@ -38,6 +39,8 @@ class Filling:
         self._mutex = threading.Lock()
         self._ids: dict[str, int] = {}
         self._ready: list[Member] = []
+        self._gap = False
+        self._held: list[Member] = []
         self._came: set[int] = set()  # blocks, by depth
         self._early: dict[int, list[Member]] = {}
         self._provenance: dict[int, tuple[bool, int | None]] = {}
@@ -54,8 +57,8 @@ class Filling:
             while self._at < len(self._order) and self._order[self._at] in self._settled:
                 found = self._settled.pop(self._order[self._at])
                 self._at += 1
-                self._ready += self._in_order(found)
-            if sum(member.payload_bytes for member in self._ready) >= HOLD_BYTES:
+                self._keep(self._in_order(found))
+            if _nbytes(self._ready) >= HOLD_BYTES:
                 self._flush()
 
     def finish(self) -> None:
@@ -63,16 +66,38 @@ class Filling:
         with self._mutex:
             self._flush()
 
+    def release(self, index: int) -> None:
+        """Put what waits and stands before block ``index``: what it stands on was put meanwhile."""
+        with self._mutex:
+            self._ready += [member for member in self._held if member.depth < index]
+            self._held = [member for member in self._held if member.depth >= index]
+            self._flush()
+
+    def _keep(self, members: Sequence[Member]) -> None:
+        for member in members:
+            before = member.depth - 1
+            here = member.depth <= self._match.matched or before in self._came
+            self._gap = self._gap or not here
+            if not self._gap:
+                self._ready.append(member)
+            elif _nbytes(self._held) < HOLD_BYTES:
+                self._held.append(member)
+            else:
+                self._drop("parent_missing", 1)
+
+    def _drop(self, reason: str, blocks: int) -> None:
+        ticket = Ticket(blocks)
+        ticket.drop(reason)
+        ticket.finish()
+        self.tickets.append(ticket)
+
     def _flush(self) -> None:
         ready, self._ready = self._ready, []
         try:
             self._put(ready)
         except KvdbError as error:
             log.warning("what came from a remote is not stored: %s", error)
-            ticket = Ticket(len(ready))
-            ticket.drop(type(error).__name__)
-            ticket.finish()
-            self.tickets.append(ticket)
+            self._drop(type(error).__name__, len(ready))
 
     def _in_order(self, member: Member | None) -> list[Member]:
         """What can be put now: a part that came before its block, such as logits, waits for it."""
@@ -140,3 +165,7 @@ class Filling:
             block = self._match.blocks[index - 1]
             before = (block.exact and block.id >= 0, block.build_id)
         return before == (True, build_id)
+
+
+def _nbytes(members: Sequence[Member]) -> int:
+    return sum(member.payload_bytes for member in members)

@@ -41,8 +41,9 @@ def retell(a: Store, other: Store, scale: float, prompt: list[int] = PROMPT) -> 
     assert other.put(namespace, tokens, payloads, build_id=build.id).wait(30).dropped == 0
 
 
-@pytest.mark.parametrize("how", ["remote", "snapshot"])
-@pytest.mark.parametrize("scale", [1.0, 1.5])
+@pytest.mark.parametrize(
+    ("how", "scale"), [("remote", 1.0), ("remote", 1.5), ("snapshot", 1.0), ("snapshot", 1.5)]
+)
 def test_a_foreign_build_is_compared_once(
     tmp_path: Path, make_engine: Any, how: str, scale: float
 ) -> None:
