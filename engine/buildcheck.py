@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -71,8 +71,8 @@ def open_storage(
     """The namespace in which this build's state is right.
 
     A build that meets a namespace for the first time recomputes one of its blocks; if the two
-    differ beyond rounding, the build's digest makes another namespace. Raises KvdbError where the
-    store cannot be used.
+    differ beyond rounding, the build's digest makes another namespace. Where there is nothing to
+    recompute, it defines the namespace. Raises KvdbError where the store cannot be used.
     """
     digest = build_digest(description)
 
@@ -89,12 +89,14 @@ def open_storage(
 
     namespace = named(None)
     build, verdict = _known_build(store, namespace, digest, description)
+    compared = True
     if verdict == "unchecked":
         difference = _measure(store, namespace, model, caches)
         if difference is None:
-            verdict = "compatible"  # of what there is nothing, this build defines
+            verdict = "compatible"
+            compared = False
             if build is not None:
-                build = store.set_verdict(build, True, 0.0)
+                build = store.define(build)
         else:
             verdict = "compatible" if difference <= 1 else "incompatible"
             if build is not None:
@@ -108,7 +110,8 @@ def open_storage(
     if verdict == "incompatible":
         namespace = named(digest)
         build, _ = _known_build(store, namespace, digest, description)
-    return Storage(store, namespace, build, digest)
+        compared = True
+    return Storage(store, namespace, build, digest, compared=compared)
 
 
 def _known_build(
@@ -142,6 +145,8 @@ def _measure(
         stored = _stored(store, match)
         if stored is None:  # damaged, and dropped by now: the next one
             continue
+        if not comparable(namespace.layout, stored):
+            return None
         steps = compare(namespace, tokens, match.blocks[-1].start, stored, model, caches())
         while True:
             try:
@@ -161,12 +166,18 @@ def _stored(store: Store, match: Match) -> Parts | None:
     for part in match.namespace.layout.parts:
         if part.kind == "logits" or part.name not in block.parts:
             continue
-        raw = store.read_part(block.parts[part.name])
+        raw = store.read_part(block.parts[part.name], block)
         if raw is not None:
             parts[part.name] = raw
         elif part.required:
             return None
     return parts
+
+
+def comparable(layout: Layout, names: Collection[str]) -> bool:
+    """Whether parts of these names say anything of a build: token ids are the same in each."""
+    parts = [layout.by_name[name] for name in names]
+    return any(part.kind != "logits" and not part.is_mark for part in parts)
 
 
 def compare(
@@ -178,7 +189,8 @@ def compare(
     caches: list[Any],
 ) -> Generator[None, None, float]:
     """Compute the block of ``tokens`` that begins at ``start``, and return how far it is from what
-    is ``stored`` of it, in units of the tolerance. Yields between two steps of the model."""
+    is ``stored`` of it (see :func:`comparable`), in units of the tolerance. Yields between two
+    steps of the model."""
     live = LiveState(namespace.layout, caches)
     for _ in Prefill(model, live, tokens, namespace.block_tokens, True).run(0, len(tokens)):
         yield

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from kvdb.errors import KvdbError
+from kvdb.match import Trust
 from kvdb.remotes.economics import moving
 
 if TYPE_CHECKING:
@@ -18,24 +19,35 @@ if TYPE_CHECKING:
 
 VERDICT = "SELECT id, verdict FROM builds WHERE namespace_id = ? AND digest = ?"
 DIGEST = "SELECT digest FROM builds WHERE id = ?"
+# Our own, where it has no row and nothing to be compared with: no row has this id.
+NO_BUILD = -1
 # Shorter prefills measure what every request costs.
 LEAST_TOKENS = 16
 
 
 class Builds:
     """Verdicts on builds other than our own, in one namespace. They are kept in the store; where
-    that cannot be written, for as long as this lives. Thread-safe."""
+    that cannot be written, for as long as this lives. Our own counts as compatible without a row
+    where it was ``compared``. Thread-safe."""
 
     def __init__(
-        self, store: Store, namespace: Namespace, own: Build | None, digest: str | None
+        self,
+        store: Store,
+        namespace: Namespace,
+        own: Build | None,
+        digest: str | None,
+        *,
+        compared: bool = True,
     ) -> None:
         self._store = store
         self._namespace = namespace
+        self._build = own
         self.own = digest if own is None else own.digest
         self._verdicts: dict[str, bool] = {}
-        self.trusted: frozenset[int] = frozenset() if own is None else frozenset([own.id])
-        if own is None and digest is not None:
-            self._trust(digest)
+        row = None if own is not None or digest is None else self._row(digest)
+        id_ = row[0] if row is not None else None if compared else NO_BUILD
+        self.trust = Trust(id_ if own is None else own.id)
+        self._stranger = own is None and not compared  # to whoever wrote the store
 
     def verdict(self, digest: str | None) -> Verdict:
         """Whether blocks of a build may be used. Of who computed one nothing may be known: then
@@ -46,7 +58,7 @@ class Builds:
             return "use"
         if digest not in self._verdicts:
             row = self._row(digest)
-            if row is None or row[1] == "unchecked":
+            if row is None or row[1] == "unchecked" or not self._is_compatible:
                 return "check"
             self._verdicts[digest] = row[1] == "compatible"
         return "use" if self._verdicts[digest] else "refuse"
@@ -60,19 +72,25 @@ class Builds:
         return None if row is None else str(row[0])
 
     def judge(self, digest: str, difference: float) -> None:
-        """A block of this build is so many tolerances from our own."""
+        """A block of this build is so many tolerances from our own. It says which of the two is
+        compatible, if the other is; nothing of both where neither is."""
         compatible = difference <= 1
         self._verdicts[digest] = compatible
         with suppress(KvdbError):  # one that cannot be written now is known here all the same
-            build = self._store.build(self._namespace, digest, {})
-            self._store.set_verdict(build, compatible, min(difference, 1e30))
-        if compatible:
-            self._trust(digest)
-
-    def _trust(self, digest: str) -> None:
+            other = self._store.build(self._namespace, digest, {})
+            judged = other if self._is_compatible else self._build
+            if judged is not None and (judged is other or other.verdict == "compatible"):
+                self._store.set_verdict(judged, compatible, min(difference, 1e30))
         row = self._row(digest)
-        if row is not None:
-            self.trusted |= {row[0]}
+        if compatible and row is not None:
+            self.trust = self.trust._replace(compared={*self.trust.compared, row[0]})
+
+    @property
+    def _is_compatible(self) -> bool:
+        """Whether our own build is: it may have found nothing to be compared with, and another
+        one after it."""
+        row = None if self.own is None else self._row(self.own)
+        return not self._stranger if row is None else row[1] == "compatible"
 
     def _row(self, digest: str) -> tuple[int, str] | None:
         row = self._one(VERDICT, (self._namespace.id, digest))

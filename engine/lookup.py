@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from engine import mlxlm
 from engine.accounts import Accounts
-from engine.buildcheck import compare
+from engine.buildcheck import comparable, compare
 from engine.events import Request
 from engine.logits import Row
 from engine.plan import Plan, plan
@@ -130,10 +130,11 @@ class Lookup:
                 continue
             stored = {
                 name: raw
-                for name, part in block.parts.items()
-                if name != "logits" and (raw := storage.read_part(part)) is not None
+                for name in block.parts
+                if name != "logits" and (raw := storage.read_part(block, name)) is not None
             }
-            if stored.keys() >= set(match.namespace.layout.required):
+            layout = match.namespace.layout
+            if stored.keys() >= set(layout.required) and comparable(layout, stored):
                 unchecked.discard(block.build_id)
                 yield from self._compare(storage, digest, block.start, block.end, stored)
                 compared = True
@@ -147,7 +148,7 @@ class Lookup:
         if member is None or member.build is None:
             return False
         parts = {part.part: member.raw(part) for part in member.parts if part.part != "logits"}
-        if not parts or not remotes.compares:
+        if not parts:
             remotes.refuse(member.build)
             return True
         start = member.depth * member.record.block_tokens
@@ -214,12 +215,14 @@ class Lookup:
         """The logits of the prompt's last token, if they are stored and can be read."""
         layout, match = self._worker.layout, self._match
         location = None if match is None else match.logits
-        if self._storage is None or location is None or layout is None or layout.logits is None:
+        if self._storage is None or layout is None or layout.logits is None:
             return None
-        if location.is_remote and self._remotes is not None and match is not None:
+        if match is None or location is None:
+            return None
+        if location.is_remote and self._remotes is not None:
             raw = yield from self._remotes.logits(len(match.blocks) - 1)
         else:
-            raw = self._storage.read_part(location)
+            raw = self._storage.read_part(match.blocks[-1], "logits")
         return None if raw is None else logits_array(raw, layout.logits)
 
     def read(self, steps: Plan, buffers: Buffers, *, logits_ok: bool) -> Generator[Turn, Row, Plan]:
@@ -250,12 +253,15 @@ class Lookup:
     ) -> Generator[Turn, Row, Read | None]:
         """Read what a plan still needs; while some of it comes from remotes, others have their
         turns."""
-        if self._remotes is None or not match.elsewhere or not objects(match, steps):
+        names = objects(match, steps) if match.elsewhere else []
+        if self._remotes is None or not names:
             return buffers.fetch(storage, steps, match)
         wants = buffers.wants(steps, match)
         if not wants:
             return None
-        read = yield from self._remotes.fetched(lambda fetch: storage.read(match, wants, fetch))
+        read = yield from self._remotes.fetched(
+            lambda fetch: storage.read(match, wants, fetch.along(names))
+        )
         buffers.loaded(steps, read)
         return read
 

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from engine.buildcheck import comparable
 from engine.logits import Row
 from engine.plan import Jump, Plan
 from engine.turns import Turn, Wait
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from kvdb.writer import Ticket
 
 T = TypeVar("T")
-# Builds that one request compares with ours.
+# Builds that one request compares with ours: a remote of many is of little use.
 MAX_COMPARED = 2
 Decision = Literal["loaded", "recomputed", "absent", "late", "down", "failed"]
 UNANSWERED: dict[Answer, Decision] = {
@@ -169,11 +170,6 @@ class Remotes:
         self._compared += member is not None
         return member
 
-    @property
-    def compares(self) -> bool:
-        """Whether one more comparison may be worth it: a remote of many builds is of little use."""
-        return self._compared <= MAX_COMPARED
-
     def refuse(self, build: str | None) -> None:
         """Use nothing of a build in this request."""
         self._refused.add(build)
@@ -186,7 +182,12 @@ class Remotes:
         builds = self._storage.builds
         if self._exact:
             return builds.exact(member)
-        return "refuse" if member.build in self._refused else builds.verdict(member.build)
+        verdict = "refuse" if member.build in self._refused else builds.verdict(member.build)
+        if verdict != "check":
+            return verdict
+        if comparable(member.record.layout, [part.part for part in member.parts]):
+            return "check" if self._compared < MAX_COMPARED else "refuse"
+        return "check" if member.parts[0].part == "logits" else "use"  # token ids
 
     def _require_fetching(self) -> Fetching:
         if self._fetching is None:

@@ -27,7 +27,7 @@ from kvdb.writer import Payload, Ticket
 if TYPE_CHECKING:
     from kvdb.answers import Answer
     from kvdb.builds import Build
-    from kvdb.match import Match, Namespace, PartRef
+    from kvdb.match import Match, MatchedBlock, Namespace
     from kvdb.reader import Location
     from kvdb.restore import Fetch, Want
     from kvdb.sequences import Lease
@@ -78,16 +78,23 @@ class _Queued:
 
 
 class Storage:
-    """One store, one namespace, one build. No method raises a KvdbError: each failure is logged
-    once per kind, and answered as if nothing were stored."""
+    """One store, one namespace, one build, which was ``compared`` with what is stored. No method
+    raises a KvdbError: each failure is logged once per kind, and answered as if nothing were
+    stored."""
 
     def __init__(
-        self, store: Store, namespace: Namespace, build: Build | None, digest: str | None = None
+        self,
+        store: Store,
+        namespace: Namespace,
+        build: Build | None,
+        digest: str | None = None,
+        *,
+        compared: bool = True,
     ) -> None:
         self.store = store
         self.namespace = namespace
         self.build = build
-        self.builds = Builds(store, namespace, build, digest)
+        self.builds = Builds(store, namespace, build, digest, compared=compared)
         self.speed = Speed(partial(self._try, self._past_speed, None))
         self._said: set[str] = set()
         self._queued: list[_Queued] = []
@@ -111,7 +118,7 @@ class Storage:
                 exact_build=exact,
                 share_tail=exact is None,
                 tenant=tenant,
-                trusted=self.builds.trusted if exact is None else None,
+                trust=self.builds.trust if exact is None else None,
             ),
             None,
         )
@@ -196,8 +203,8 @@ class Storage:
         except KvdbError as error:
             self._say_failed(error)
 
-    def read_part(self, part: PartRef) -> Bytes | None:
-        return self._try(lambda: self.store.read_part(part), None)
+    def read_part(self, block: MatchedBlock, name: str) -> Bytes | None:
+        return self._try(lambda: self.store.read_part(block.parts[name], block), None)
 
     def put(
         self,

@@ -13,6 +13,11 @@ INSERT_BUILD = (
     "'compatible', 'unchecked'), ?4) RETURNING id, verdict"
 )
 SET_VERDICT = "UPDATE builds SET verdict = ?, difference = ? WHERE id = ?"
+DOUBT_OTHERS = (
+    "UPDATE builds SET verdict = 'unchecked' "
+    "WHERE namespace_id = (SELECT namespace_id FROM builds WHERE id = ?1) AND id <> ?1 "
+    "AND verdict = 'compatible'"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,13 @@ def find_or_add_build(
     if row is None:
         row = connection.execute(INSERT_BUILD, (namespace_id, digest, description, now)).fetchone()
     return Build(row[0], digest, row[1])
+
+
+def define(connection: Connection, build: Build) -> Build:
+    """Let a build define its namespace, of which nothing is stored. Those that did so before, and
+    may run still, were never compared with it: they are, when their state comes up."""
+    connection.execute(DOUBT_OTHERS, (build.id,))
+    return set_verdict(connection, build, True, 0.0)
 
 
 def set_verdict(connection: Connection, build: Build, compatible: bool, difference: float) -> Build:

@@ -66,14 +66,15 @@ FROM chain AS c LEFT JOIN parts AS p ON p.block_id = c.id
 """
 LOCATIONS = (
     "SELECT p.block_id, b.hash, p.part, s.uuid, p.offset, p.nbytes, p.raw_nbytes, p.codec, "
-    "p.checksum FROM parts AS p JOIN blocks AS b ON b.id = p.block_id "
+    "p.checksum, b.exact, b.build_id FROM parts AS p JOIN blocks AS b ON b.id = p.block_id "
     "JOIN shards AS s ON s.id = p.shard_id "
     "WHERE p.block_id IN (SELECT value FROM json_each(?))"
 )
 BLOCK_PARTS = "SELECT part, shard_id, offset FROM parts WHERE block_id = ?"
 PART_LOCATION = (
-    "SELECT s.uuid, p.offset, p.nbytes, p.raw_nbytes, p.codec, p.checksum "
-    "FROM parts AS p JOIN shards AS s ON s.id = p.shard_id WHERE p.block_id = ? AND p.part = ?"
+    "SELECT s.uuid, p.offset, p.nbytes, p.raw_nbytes, p.codec, p.checksum, b.exact, b.build_id "
+    "FROM parts AS p JOIN blocks AS b ON b.id = p.block_id JOIN shards AS s ON s.id = p.shard_id "
+    "WHERE p.block_id = ? AND p.part = ?"
 )
 CHILDREN = (
     "SELECT b.id, b.hash, b.depth, b.token_count, b.exact, b.build_id, t.tokens, t.extra "

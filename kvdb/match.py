@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -15,10 +15,12 @@ from kvdb.driver import Connection
 from kvdb.identity import ExtraKey, Tokens, chain_hashes, encode_extra, extra_by_block
 from kvdb.layout import Layout
 
+if TYPE_CHECKING:
+    from kvdb.reader import Location
+
 # The deepest tails come first: more than these are not looked at.
 MAX_STATE_TAILS = 256
-# Builds whose state was not compared with this namespace's, or is not the same.
-DISTRUSTED = "SELECT id, verdict FROM builds WHERE namespace_id = ? AND verdict <> 'compatible'"
+VERDICTS = "SELECT id, verdict FROM builds WHERE namespace_id = ?"
 NOWHERE = -1
 
 
@@ -31,6 +33,26 @@ class Namespace:
     model: str
     layout: Layout
     block_tokens: int
+
+
+class Trust(NamedTuple):
+    """Whose blocks a reader uses: its ``own`` build's (None: nobody's), those of builds that it
+    ``compared`` itself, and where its own is compatible, of all that are."""
+
+    own: int | None
+    compared: Collection[int] = ()
+
+    def distrusted(self, verdicts: Sequence[tuple[int, str]]) -> dict[int, str]:
+        """Of all builds of a namespace those not to be used. To one that is not compatible no
+        other was compared."""
+        known = self.own is None or (self.own, "compatible") in verdicts
+        return {
+            build: verdict if verdict != "compatible" else "unchecked"
+            for build, verdict in verdicts
+            if build != self.own
+            and build not in self.compared
+            and not (known and verdict == "compatible")
+        }
 
 
 @dataclass(slots=True)
@@ -48,6 +70,12 @@ class MatchedBlock:
     exact: bool
     build_id: int | None
     parts: dict[str, PartRef]
+
+    def lies_at(self, place: Location) -> bool:
+        """Whether what lies there is this block's as it was matched, not that of a twin that
+        replaced it meanwhile: one computed by another build, or not exactly."""
+        same = place.hash == self.hash and place.build_id == self.build_id
+        return same and place.exact >= self.exact
 
     @property
     def end(self) -> int:
@@ -210,7 +238,7 @@ def find_match(
     *,
     exact_build: int | None = None,
     share_tail: bool = True,
-    trusted: Collection[int] | None = None,
+    trust: Trust | None = None,
 ) -> Match:
     """Match ``tokens`` inside one transaction. See :meth:`kvdb.store.Store.lease`."""
     hashes = chain_hashes(namespace.fingerprint, tokens, namespace.block_tokens, extra_keys)
@@ -218,10 +246,9 @@ def find_match(
     rows: list[tuple[Any, ...]] = []
     if tip_id is not None:
         rows = connection.execute(index.CHAIN_PARTS, (tip_id,)).fetchall()
-    distrusted: dict[int, str] = {}
-    if trusted is not None:
-        verdicts = connection.execute(DISTRUSTED, (namespace.id,))
-        distrusted = {build: verdict for build, verdict in verdicts if build not in trusted}
+    distrusted: Mapping[int, str] = {}
+    if trust is not None:
+        distrusted = trust.distrusted(connection.execute(VERDICTS, (namespace.id,)).fetchall())
     match = Match(
         namespace,
         tokens,

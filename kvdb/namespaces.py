@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from kvdb import index
-from kvdb.builds import Build, find_or_add_build, set_verdict
+from kvdb.builds import Build, define, find_or_add_build, set_verdict
 from kvdb.clock import Environment
 from kvdb.driver import Database
 from kvdb.errors import (
@@ -124,6 +124,11 @@ class Namespaces:
             )
         self._builds[build.id] = digest
         return build
+
+    def define(self, build: Build) -> Build:
+        """Let a build that found nothing to be compared with define its namespace anew."""
+        with self.database.write() as connection:
+            return define(connection, build)
 
     def set_verdict(self, build: Build, compatible: bool, difference: float) -> Build:
         """Remember what the one-block check of a build measured (max relative difference)."""

@@ -59,9 +59,11 @@ def stream_blocks(
             found = read_or_report(
                 store.report_damage,
                 places.get((item.block.id, name)),
-                lambda place: _read(store, place, staging, borrowed),
+                lambda place: (
+                    _read(store, place, staging, borrowed) if item.block.lies_at(place) else None
+                ),
             )
-            if found is None or found[0].hash != item.block.hash:
+            if found is None:
                 return ReadBlock(item.block, None), borrowed
             key, raw, from_ram = found
             parts[name] = key, raw

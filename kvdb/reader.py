@@ -45,6 +45,8 @@ class Location(NamedTuple):
     raw_nbytes: int
     codec: str
     checksum: bytes
+    exact: bool = False
+    build_id: int | None = None
 
 
 Reason = Literal["damaged", "missing", "unreadable"]

@@ -146,13 +146,13 @@ def _items(match: Match, want: Want) -> list[Item]:
 def _read(store: Store, places: Mapping[tuple[int, str], Location], item: Item) -> _Count | None:
     """The bytes that reading took, or None when the part is gone or damaged."""
     place = places.get((item.block.id, item.part))
-    if place is not None and place.hash != item.block.hash:
-        return None
     return read_or_report(store.report_damage, place, lambda place: _fill(store, place, item))
 
 
-def _fill(store: Store, place: Location, item: Item) -> _Count:
+def _fill(store: Store, place: Location, item: Item) -> _Count | None:
     """From the RAM tier; else by way of it where it wants the part, else straight from disk."""
+    if not item.block.lies_at(place):
+        return None
     stored_tokens = item.block.token_count
     ram, key = store.ram, PartKey.of(place)
     raw = ram.get(key)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +44,7 @@ from kvdb.identity import (
 from kvdb.info import StoreInfo, collect_info
 from kvdb.limit import Limit
 from kvdb.locks import FileLock, WriterLock
-from kvdb.match import Match, Namespace, PartRef, find_match
+from kvdb.match import Match, MatchedBlock, Namespace, PartRef, Trust, find_match
 from kvdb.namespaces import Namespaces
 from kvdb.ramtier import RamTier
 from kvdb.reader import Bytes, Damaged, Location, PartBuffers, ShardReader
@@ -225,11 +225,11 @@ class Store(Namespaces, Upkeep, Snapshots, Sharing):
         exact_build: int | None = None,
         share_tail: bool = True,
         tenant: str = "",
-        trusted: Collection[int] | None = None,
+        trust: Trust | None = None,
     ) -> Lease:
         """A match whose blocks are held by a running sequence of this process. On a read-only
-        store nothing is held, and a block may vanish before it is read. With ``trusted`` blocks of
-        builds that are not compatible (kvdb.builds) are not used, but for these builds'."""
+        store nothing is held, and a block may vanish before it is read. With ``trust`` only
+        blocks of builds are used that it trusts."""
         array = as_tokens(tokens)
 
         def find(connection: Any) -> Match:
@@ -240,7 +240,7 @@ class Store(Namespaces, Upkeep, Snapshots, Sharing):
                 extra_keys,
                 exact_build=exact_build,
                 share_tail=share_tail,
-                trusted=trusted,
+                trust=trust,
             )
 
         if self._writer is not None:
@@ -308,11 +308,17 @@ class Store(Namespaces, Upkeep, Snapshots, Sharing):
         What cannot be read is in the result, and already dropped from the index."""
         return preload_match(self, match)
 
-    def read_part(self, part: PartRef) -> npt.NDArray[np.uint8] | None:
-        """The raw bytes of one part, verified, not to be changed; None when it is gone or
-        damaged."""
+    def read_part(
+        self, part: PartRef, block: MatchedBlock | None = None
+    ) -> npt.NDArray[np.uint8] | None:
+        """The raw bytes of one part, verified, not to be changed; None when it is gone or damaged,
+        or not that of ``block`` as it was matched (see MatchedBlock.lies_at)."""
+
+        def read(place: Location) -> Bytes | None:
+            return read_cached(self, place) if block is None or block.lies_at(place) else None
+
         place = self.locate([part.block_id]).get((part.block_id, part.part))
-        return read_or_report(self.report_damage, place, lambda found: read_cached(self, found))
+        return read_or_report(self.report_damage, place, read)
 
     def locate(self, block_ids: Items[int]) -> dict[tuple[int, str], Location]:
         """Where the parts of some blocks lie now, by (block id, part name)."""

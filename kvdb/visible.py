@@ -39,14 +39,15 @@ def missing_parts(connection: Connection, block: Incoming, names: Collection[str
 
 
 def _replaces(connection: Connection, block: Incoming, row: index.BlockRow) -> bool:
-    """An exact block replaces its inexact twin, or one of another build. Nobody here may use state
-    of a build that is not compatible: it replaces none, and any other replaces it."""
+    """An exact block replaces its inexact twin, or one of another build. A build that is not
+    compatible replaces nothing of others, and any that is replaces it: parts of the two in one
+    block would pass for the wrong one's."""
     if row.state != "live":
         return False
     if row.build_id != block.build_id:
         if _verdict(connection, block.build_id) != "compatible":
             return False
-        if _verdict(connection, row.build_id) == "incompatible":
+        if _verdict(connection, row.build_id) != "compatible":
             return True
     return block.exact and not (row.exact and row.build_id == block.build_id)
 

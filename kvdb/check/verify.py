@@ -7,6 +7,7 @@ may lose) or recomputes derived numbers; running it again changes nothing.
 
 from __future__ import annotations
 
+import itertools
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -323,7 +324,7 @@ class _Verification:
             # A shard that describes itself wrongly may still hold its parts: they are read.
             read = data or sample is not None or fault is not None
             whole = 0
-            for location in map(Location._make, rows):
+            for location in itertools.starmap(Location, rows):
                 self.report.checked_parts += 1
                 whole += self._check_part(location, nbytes, read)
             if fault is not None and whole:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -63,9 +63,16 @@ class Fetching:
         self.buffers = Staging()
         self.given: Counter[str] = Counter()
         self.unchecked: Member | None = None
+        self._along: Collection[ObjectName] = ()
         self._round: _Round | None = None
         self._cancelled = False
         self._mutex = threading.Lock()
+
+    def along(self, names: Collection[ObjectName]) -> Fetching:
+        """The next read takes these. Blocks that hold token ids instead of attention it does not
+        read, and gets them all the same: what is stored stands on them."""
+        self._along = names
+        return self
 
     @property
     def nbytes(self) -> int:
@@ -85,6 +92,11 @@ class Fetching:
         for item in items:
             part = None if item.part in required else item.part
             wanted.setdefault(ObjectName(item.block.index, part), []).append(item)
+        layout = self.found.record.layout
+        if self.filling is not None and all(layout.by_name[name].is_mark for name in required):
+            for name in self._along:
+                if name.part is None:
+                    wanted.setdefault(name, [])
 
         def deliver(own: Sequence[Item]) -> Deliver:
             return lambda member: _scatter(member, own)

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from tiny_model import equal, prompt_tokens, run, write_model
+from zoo import write_species
 
 import kvdb
+from engine import mlxlm
 from kvdb.identity import as_tokens
 from kvdb.remotes.configs import new_spec, save_spec
 from kvdb.store import Store
@@ -23,12 +25,18 @@ BLOCK = 64
 VERDICTS = "SELECT verdict FROM builds WHERE digest = 'another build'"
 
 
-def retell(a: Store, other: Store, scale: float, prompt: list[int] = PROMPT) -> None:
+def retell(
+    a: Store,
+    other: Store,
+    scale: float,
+    prompt: list[int] = PROMPT,
+    digest: str = "another build",
+) -> None:
     """Put what ``a`` has of a prompt into another store, as another build computed it: its state
     times ``scale``."""
     record = a.describe(a.namespaces()[0])
-    namespace = other.namespace(record.identity, record.layout, block_tokens=BLOCK)
-    build = other.build(namespace, "another build", {})
+    namespace = other.namespace(record.identity, record.layout, block_tokens=record.block_tokens)
+    build = other.build(namespace, digest, {})
     tokens = as_tokens(prompt)
     payloads = []
     for block in a.match(a.namespaces()[0], tokens).blocks:
@@ -36,7 +44,9 @@ def retell(a: Store, other: Store, scale: float, prompt: list[int] = PROMPT) -> 
         for name, part in block.parts.items():
             raw = a.read_part(part)
             assert raw is not None
-            parts[name] = (raw.view(np.float32) * np.float32(scale)).view(np.uint8)
+            if not record.layout.by_name[name].is_mark:
+                raw = (raw.view(np.float32) * np.float32(scale)).view(np.uint8)
+            parts[name] = raw
         payloads.append(Payload(block.index, parts))
     assert other.put(namespace, tokens, payloads, build_id=build.id).wait(30).dropped == 0
 
@@ -105,3 +115,71 @@ def test_a_read_only_store_compares_too(tmp_path: Path, make_engine: Any) -> Non
             assert got.stats.restored_tokens == 0
             assert got.ids == cold.ids
         engine.close()
+
+
+@pytest.mark.parametrize("how", ["here", "remote"])
+@pytest.mark.parametrize("scale", [1.0, 1.5])
+def test_builds_that_found_nothing_to_compare_are_compared_later(
+    tmp_path: Path, make_engine: Any, monkeypatch: pytest.MonkeyPatch, how: str, scale: float
+) -> None:
+    """Each of two builds met an empty namespace; only then the first one's state comes up."""
+    model = write_model(tmp_path / "model")
+    team = tmp_path / "team"
+    team.mkdir()
+    with kvdb.open(tmp_path / "a", min_free_bytes=0) as a:
+        cold = run(make_engine(a, model, block_tokens=BLOCK), PROMPT, max_tokens=12)
+        ((first,),) = a.sql("SELECT digest FROM builds").rows
+        for name in ("other", "b"):
+            with kvdb.open(tmp_path / name, min_free_bytes=0) as store:
+                save_spec(store, new_spec("team", team.as_uri(), budget_ms=2000))
+        if how == "remote":
+            with kvdb.open(tmp_path / "other", min_free_bytes=0, remotes=True) as other:
+                retell(a, other, scale, digest=first)
+        with kvdb.open(tmp_path / "b", min_free_bytes=0, remotes=how == "remote") as b:
+            make_engine(b, model, block_tokens=BLOCK).close()
+            real = mlxlm.build_description
+            monkeypatch.setattr(
+                mlxlm, "build_description", lambda *args: {**real(*args), "mlx": "an upgrade"}
+            )
+            engine = make_engine(b, model, block_tokens=BLOCK)
+            if how == "here":
+                retell(a, b, scale, digest=first)
+            got = run(engine, PROMPT, max_tokens=12)
+            assert (got.stats.restored_tokens > BLOCK) is (scale == 1.0)
+            assert equal(cold, got, "max")
+            monkeypatch.undo()
+            # The first one, still running or again, is no better off.
+            old = run(make_engine(b, model, block_tokens=BLOCK), PROMPT, max_tokens=12)
+            assert equal(cold, old, "max")
+            assert b.verify(data=True).ok
+
+
+@pytest.mark.parametrize(("scale", "restores"), [(1.0, True), (1.5, False)])
+def test_token_ids_prove_no_build(
+    tmp_path: Path, make_engine: Any, scale: float, restores: bool
+) -> None:
+    """Blocks of a model without full attention hold token ids instead: equal in every build."""
+    model = write_species(tmp_path / "model", "mamba2")
+    team = tmp_path / "team"
+    team.mkdir()
+    with kvdb.open(tmp_path / "a", min_free_bytes=0) as a:
+        engine = make_engine(a, model, block_tokens=BLOCK)
+        cold = run(engine, PROMPT, max_tokens=12)
+        run(engine, PROMPT[: 2 * BLOCK])  # a state at a block's end
+        for name in ("other", "b"):
+            with kvdb.open(tmp_path / name, min_free_bytes=0) as store:
+                save_spec(store, new_spec("team", team.as_uri(), budget_ms=2000))
+        with kvdb.open(tmp_path / "other", min_free_bytes=0, remotes=True) as other:
+            retell(a, other, scale)
+    with kvdb.open(tmp_path / "b", min_free_bytes=0, remotes=True) as b:
+        engine = make_engine(b, model, block_tokens=BLOCK)
+        run(engine, prompt_tokens(80, 3))
+        for again in range(2):
+            got = run(engine, PROMPT, max_tokens=12)
+            assert equal(cold, got, "max")
+            assert got.ids == cold.ids
+            assert restores or got.stats.remote_tokens == 0
+            assert again == 0 or got.stats.bytes_remote == 0
+            assert (got.stats.restored_tokens > 0) is (restores or again > 0)
+        assert b.sql(VERDICTS).rows == [("compatible" if restores else "incompatible",)]
+        assert b.verify(data=True).ok
