@@ -183,7 +183,7 @@ class _Round:
         return self._lost | self._open
 
     def close(self) -> None:
-        """Take nothing more; when this returns, nothing more is delivered."""
+        """Take nothing more; when this returns, nothing more is delivered or settled in a lane."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
@@ -228,8 +228,13 @@ class _Round:
             if more:
                 peer.fetching.submit(partial(self._lane, peer, lanes))
             return
+        with self._condition:
+            if self._closed:
+                return  # it is still open, and so lost
+            self._busy += 1
         self._settle(each.name, None)
         with self._condition:
+            self._busy -= 1
             self._lost.add(each.name)
             self._done(each)
 
@@ -303,14 +308,18 @@ class _Round:
         try:
             each.deliver(member)
             self._settle(each.name, member)
-            peer.counters.add("got")
-            peer.counters.add("got_bytes", data.nbytes)
-        finally:
+        except BaseException:  # it is open still: the buffers hold anything
             with self._condition:
                 self._busy -= 1
-                self._moved[peer] += data.nbytes
-                fetching.given[peer.name] += data.nbytes
-                self._done(each)
+                self._condition.notify_all()
+            raise
+        peer.counters.add("got")
+        peer.counters.add("got_bytes", data.nbytes)
+        with self._condition:
+            self._busy -= 1
+            self._moved[peer] += data.nbytes
+            fetching.given[peer.name] += data.nbytes
+            self._done(each)
         return True
 
     def _settle(self, name: ObjectName, member: Member | None) -> None:

@@ -164,6 +164,30 @@ def test_exact_blocks_replace_inexact_ones_and_are_all_that_exact_mode_sees(stor
     assert store.verify(data=True).problems == []
 
 
+def test_what_replaced_a_matched_block_is_not_read_for_it(store: Store) -> None:
+    """Another build's exact twin, stored between the match and the read."""
+    namespace = open_namespace(store)
+    build = store.build(namespace, "build-1", {})
+    other = store.set_verdict(store.build(namespace, "build-2", {}), True, 0.5)
+    tokens = random_tokens(8, 3 * BLOCK)
+    made = payloads(namespace, tokens)
+    store.put(namespace, tokens, made, exact=True, build_id=build.id).wait(30)
+    lease = store.lease(namespace, tokens, exact_build=build.id)
+    match = lease.match
+    assert match.live_prefix_tokens == len(tokens)
+    theirs = store.put(namespace, tokens[:BLOCK], made[:1], exact=True, build_id=other.id)
+    assert theirs.wait(30).stored == 1
+    into = buffers(namespace.layout, len(tokens))
+    assert store.read(match, into).bad == (0,)
+    names = match.blocks[0].parts
+    assert all(store.read_part(part, match.blocks[0]) is None for part in names.values())
+    assert all(
+        store.read_part(part, match.blocks[1]) is not None
+        for part in match.blocks[1].parts.values()
+    )
+    lease.release()
+
+
 def test_another_image_in_a_block_is_another_block(store: Store) -> None:
     namespace = open_namespace(store)
     tokens = random_tokens(9, 2 * BLOCK + 4)
