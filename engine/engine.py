@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Sink = Callable[[Event | BaseException], None]
-# While all requests wait for the disk or a remote, the thread looks this often for what is new.
-POLL_SECONDS = 0.0005
+# While all requests wait for the disk or a remote, the thread looks for what is new: so soon at
+# first, then always later by a part of the time waited, which costs and delays little.
+POLL_SECONDS, LONGEST_POLL_SECONDS = 0.0005, 0.01
+POLL_GROWTH = 1 + 1 / 16
 # So much of a prompt's end tells what its answer begins in.
 PROMPT_END = 256
 
@@ -249,11 +251,11 @@ def _serve(
 
 
 def _take_turns(inbox: _Inbox, state: _State, scheduler: Scheduler) -> None:
-    went_on = False
+    went_on, poll = False, POLL_SECONDS
     error: BaseException = EngineClosed("The engine was closed.")
     try:
         while not inbox.closed.is_set():
-            timeout = None if scheduler.idle else 0 if went_on else POLL_SECONDS
+            timeout = None if scheduler.idle else 0 if went_on else poll
             for item in inbox.take(timeout):
                 if isinstance(item, Handle):
                     scheduler.add(item)
@@ -261,6 +263,7 @@ def _take_turns(inbox: _Inbox, state: _State, scheduler: Scheduler) -> None:
                     _answer(item, scheduler.worker)
             if not inbox.closed.is_set():
                 went_on = scheduler.turn()
+                poll = POLL_SECONDS if went_on else min(poll * POLL_GROWTH, LONGEST_POLL_SECONDS)
                 state.load = scheduler.load
     except BaseException as defect:
         error = defect

@@ -141,11 +141,11 @@ class Remotes:
         except BaseException:
             fetching.cancel()
             raise
+        finally:
+            self.use.nbytes = fetching.nbytes
+            if fetching.given:
+                self.use.name = fetching.given.most_common(1)[0][0]
         self._expect(self.tickets)
-        use = self.use
-        use.nbytes = fetching.nbytes
-        if fetching.given:
-            use.name = fetching.given.most_common(1)[0][0]
         return result.result()
 
     def release(self, index: int) -> None:

@@ -166,7 +166,8 @@ class Peer:
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
             known = self._known.get(key)
-            if key in self._bad and present and not bad and known is not None:
+            believed = known is not None and known.until > self._clock.seconds()
+            if key in self._bad and present and not bad and known is not None and believed:
                 return known
             self._known[key] = entry
             if bad:
