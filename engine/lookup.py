@@ -105,9 +105,11 @@ class Lookup:
             remotes.use.decision = "recomputed"
         else:
             names = objects(self._match, self._plan(self._match))
-            if (yield from remotes.bring(names)):
+            lost = yield from remotes.bring(names)
+            while (yield from self._check_sample(storage, remotes)):
+                lost = yield from remotes.bring(lost)
+            if lost:
                 remotes.failed()
-            yield from self._check_sample(storage, remotes)
         self._look(storage)
         yield from self._check_builds(storage)
 

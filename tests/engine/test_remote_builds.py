@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from tiny_model import equal, prompt_tokens, run, write_model
 from zoo import write_species
 
 import kvdb
-from engine import mlxlm
+from engine import lookup, mlxlm
 from kvdb.identity import as_tokens
 from kvdb.remotes.configs import new_spec, save_spec
 from kvdb.store import Store
@@ -52,11 +53,20 @@ def retell(
 
 
 @pytest.mark.parametrize(
-    ("how", "scale"), [("remote", 1.0), ("remote", 1.5), ("snapshot", 1.0), ("snapshot", 1.5)]
+    ("how", "scale"),
+    [
+        ("remote", 1.0),
+        ("remote", 1.5),
+        ("remote to a device", 1.0),
+        ("snapshot", 1.0),
+        ("snapshot", 1.5),
+    ],
 )
 def test_a_foreign_build_is_compared_once(
-    tmp_path: Path, make_engine: Any, how: str, scale: float
+    tmp_path: Path, make_engine: Any, monkeypatch: pytest.MonkeyPatch, how: str, scale: float
 ) -> None:
+    if how == "remote to a device":
+        monkeypatch.setattr(lookup, "mlxlm", SimpleNamespace(host_memory=lambda: False))
     model = write_model(tmp_path / "model")
     team = tmp_path / "team"
     team.mkdir()
@@ -68,12 +78,12 @@ def test_a_foreign_build_is_compared_once(
         for name in ("other", "b"):
             with kvdb.open(tmp_path / name, min_free_bytes=0) as store:
                 save_spec(store, new_spec("team", team.as_uri(), budget_ms=2000))
-        with kvdb.open(tmp_path / "other", min_free_bytes=0, remotes=how == "remote") as other:
+        with kvdb.open(tmp_path / "other", min_free_bytes=0, remotes=how != "snapshot") as other:
             retell(a, other, scale)
             retell(a, other, scale, other_prompt)
             target = io.BytesIO()
             other.export_snapshot(target)
-    with kvdb.open(tmp_path / "b", min_free_bytes=0, remotes=how == "remote") as b:
+    with kvdb.open(tmp_path / "b", min_free_bytes=0, remotes=how != "snapshot") as b:
         engine = make_engine(b, model, block_tokens=BLOCK)
         run(engine, prompt_tokens(80, 3))  # so that our build is the one that its store is about
         if how == "snapshot":
