@@ -14,8 +14,10 @@ from zoo import write_species
 
 import kvdb
 from engine import lookup, mlxlm
+from engine.remote import MAX_COMPARED
 from kvdb.identity import as_tokens
 from kvdb.remotes.configs import new_spec, save_spec
+from kvdb.remotes.fetching import Fetching
 from kvdb.store import Store
 from kvdb.writer import Payload
 
@@ -32,15 +34,16 @@ def retell(
     scale: float,
     prompt: list[int] = PROMPT,
     digest: str = "another build",
+    first: int = 0,
 ) -> None:
-    """Put what ``a`` has of a prompt into another store, as another build computed it: its state
-    times ``scale``."""
+    """Put what ``a`` has of a prompt from block ``first`` on into another store, as another build
+    computed it: its state times ``scale``."""
     record = a.describe(a.namespaces()[0])
     namespace = other.namespace(record.identity, record.layout, block_tokens=record.block_tokens)
     build = other.build(namespace, digest, {})
     tokens = as_tokens(prompt)
     payloads = []
-    for block in a.match(a.namespaces()[0], tokens).blocks:
+    for block in a.match(a.namespaces()[0], tokens).blocks[first:]:
         parts = {}
         for name, part in block.parts.items():
             raw = a.read_part(part)
@@ -193,3 +196,34 @@ def test_token_ids_prove_no_build(
             assert (got.stats.restored_tokens > 0) is (restores or again > 0)
         assert b.sql(VERDICTS).rows == [("compatible" if restores else "incompatible",)]
         assert b.verify(data=True).ok
+
+
+def test_a_remote_of_many_builds_is_soon_left(
+    tmp_path: Path, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_model(tmp_path / "model")
+    team = tmp_path / "team"
+    team.mkdir()
+    count = 9
+    with kvdb.open(tmp_path / "a", min_free_bytes=0) as a:
+        cold = run(make_engine(a, model, block_tokens=16), PROMPT, max_tokens=4)
+        for name in ("other", "b"):
+            with kvdb.open(tmp_path / name, min_free_bytes=0) as store:
+                save_spec(store, new_spec("team", team.as_uri(), budget_ms=2000))
+        with kvdb.open(tmp_path / "other", min_free_bytes=0, remotes=True) as other:
+            for block in range(count):
+                prompt = PROMPT[: 16 * (block + 1)]
+                retell(a, other, 1.5, prompt, digest=f"build {block}", first=block)
+    rounds: list[int] = []
+    get = Fetching.get
+    monkeypatch.setattr(
+        Fetching, "get", lambda self, wanted: rounds.append(len(wanted)) or get(self, wanted)
+    )
+    with kvdb.open(tmp_path / "b", min_free_bytes=0, remotes=True) as b:
+        engine = make_engine(b, model, block_tokens=16)
+        run(engine, prompt_tokens(80, 3))
+        got = run(engine, PROMPT, max_tokens=4)
+        assert got.stats.restored_tokens == 0
+        assert equal(cold, got, "max")
+        assert rounds[0] == count
+        assert len(rounds) <= MAX_COMPARED + 1
