@@ -145,13 +145,13 @@ class Question:
             self._ask(peer)
 
     def _ask(self, peer: Peer) -> None:
-        known = _Asking(peer, self._found, self._wishes).known()
+        asking = _Asking(peer, self._found, self._wishes)
+        known = asking.known()
         if known is not None:
             self._take(peer, known)
         elif not peer.breaker.allows(peer.budget_seconds):
             self._answers.append("down")
         else:
-            asking = _Asking(peer, self._found, self._wishes)
             self._asked.append((peer, peer.asking.submit(asking.ask)))
         self._found.asked = self._found.asked or peer.name
 

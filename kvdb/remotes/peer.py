@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvdb.clock import Environment
 from kvdb.errors import KvdbError
-from kvdb.identity import canonical_json
 from kvdb.remotes.breaker import Breaker
 from kvdb.remotes.counters import Counters
 from kvdb.remotes.crew import Crew
+from kvdb.remotes.described import namespace_object
 from kvdb.remotes.economics import Rates
 from kvdb.remotes.naming import namespace_key
 from kvdb.remotes.remote import Put, Remote
@@ -196,6 +196,6 @@ class Peer:
         """Put the namespace's description beside its first object, once."""
         if record.fingerprint in self._described:
             return
-        text = canonical_json(record.to_document()).encode()
-        remote.put_many([Put(namespace_key(record.fingerprint), [memoryview(text)])])
+        data = memoryview(namespace_object(record))
+        remote.put_many([Put(namespace_key(record.fingerprint), [data])])
         self._described.add(record.fingerprint)
