@@ -149,7 +149,7 @@ def test_builds_that_found_nothing_to_compare_are_compared_later(
             with kvdb.open(tmp_path / "other", min_free_bytes=0, remotes=True) as other:
                 retell(a, other, scale, digest=first)
         with kvdb.open(tmp_path / "b", min_free_bytes=0, remotes=how == "remote") as b:
-            make_engine(b, model, block_tokens=BLOCK).close()
+            running = make_engine(b, model, block_tokens=BLOCK)
             real = mlxlm.build_description
             monkeypatch.setattr(
                 mlxlm, "build_description", lambda *args: {**real(*args), "mlx": "an upgrade"}
@@ -161,9 +161,11 @@ def test_builds_that_found_nothing_to_compare_are_compared_later(
             assert (got.stats.restored_tokens > BLOCK) is (scale == 1.0)
             assert equal(cold, got, "max")
             monkeypatch.undo()
-            # The first one, still running or again, is no better off.
-            old = run(make_engine(b, model, block_tokens=BLOCK), PROMPT, max_tokens=12)
-            assert equal(cold, old, "max")
+            # The one that the namespace was about before compares itself, too.
+            third = run(running, PROMPT, max_tokens=12)
+            assert third.stats.skip == "full"
+            assert equal(cold, third, "max")
+            assert b.sql("SELECT verdict FROM builds").rows == [("compatible",)] * 2
             assert b.verify(data=True).ok
 
 
