@@ -35,8 +35,8 @@ Job = TypeVar("Job", Reading, Writing)
 
 
 class RedisRemote:
-    """See :class:`kvdb.remotes.remote.Remote`. An object of no bytes counts as absent; a key that
-    holds something else than a string is neither there nor free."""
+    """See :class:`kvdb.remotes.remote.Remote`. An object of no bytes is not put, and counts as
+    absent; a key that holds something else than a string is neither there nor free."""
 
     def __init__(
         self, client: RedisClient, *, max_bytes: int | None = None, ttl_seconds: int | None = None
@@ -79,7 +79,7 @@ class RedisRemote:
             nbytes = sum(buffer.nbytes for buffer in put.buffers)
             if size and not put.replace:
                 states[index] = "failed" if size == WRONG_TYPE else "present"
-            elif nbytes > MAX_VALUE_BYTES:
+            elif not 0 < nbytes <= MAX_VALUE_BYTES:
                 states[index] = "failed"
             elif not room.take(put.key, nbytes):
                 states[index] = "full"

@@ -75,7 +75,8 @@ class Remote(Protocol):
 
     def put_many(self, puts: Sequence[Put]) -> list[PutState]:
         """Store objects. One that is there is ``present`` and not sent again, unless it is to be
-        replaced; ``full`` where the remote has no room for it."""
+        replaced; ``full`` where the remote has no room for it. One of no bytes may be
+        ``failed``: none of ours is empty, and some stores have no such."""
 
     def list(self, prefix: str) -> Iterator[Listed]:
         """All objects whose keys begin so, in any order, a page at a time: there may be millions,
