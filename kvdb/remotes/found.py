@@ -145,13 +145,14 @@ class Question:
             self._ask(peer)
 
     def _ask(self, peer: Peer) -> None:
-        known = _Asking(peer, self._found, self._wishes).known()
-        if known is not None:
+        asking = _Asking(peer, self._found, self._wishes)
+        if peer.down_seconds("ask", "get"):
+            self._answers.append("down")
+        elif (known := asking.known()) is not None:
             self._take(peer, known)
-        elif not peer.breaker.allows(peer.budget_seconds):
+        elif not peer.breakers["ask"].allows(peer.budget_seconds):
             self._answers.append("down")
         else:
-            asking = _Asking(peer, self._found, self._wishes)
             self._asked.append((peer, peer.asking.submit(asking.ask)))
         self._found.asked = self._found.asked or peer.name
 
