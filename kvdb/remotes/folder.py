@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
@@ -38,7 +39,9 @@ T = TypeVar("T")
 THREADS = 4
 # So many keys are looked for in one call of a thread.
 LOOKED_FOR = 64
-TEMPORARY = "kvdb-tmp"
+TEMPORARY = ".kvdb-tmp"
+# Long after any put is over, on machines whose clocks differ, too.
+ABANDONED_SECONDS = 86_400.0
 # Others may put there what is no plain file; opening a pipe would wait for somebody to write.
 OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -64,11 +67,17 @@ class FolderRemote:
     namespace lie in 256 folders by the last two digits of their hash."""
 
     def __init__(
-        self, path: Path, fs: FileSystem | None = None, *, timeout_seconds: float = 10.0
+        self,
+        path: Path,
+        fs: FileSystem | None = None,
+        *,
+        timeout_seconds: float = 10.0,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self._path = path
         self._fs = fs or FileSystem()
         self._timeout = timeout_seconds
+        self._now = now
         self._threads = Crew("kvdb-folder", THREADS)
 
     def exists_many(self, keys: Sequence[str]) -> list[bool]:
@@ -88,11 +97,14 @@ class FolderRemote:
             relative = Path(folder).relative_to(self._path)
             for name in names:
                 key = _key(relative / name)
-                if key.startswith(prefix) and TEMPORARY not in name:
-                    with suppress(OSError):  # it went meanwhile
-                        found = (Path(folder) / name).lstat()
-                        if stat.S_ISREG(found.st_mode):
-                            yield Listed(key, found.st_size)
+                if not key.startswith(prefix):
+                    continue
+                with suppress(OSError):  # it went meanwhile
+                    found = (Path(folder) / name).lstat()
+                    if name.endswith(TEMPORARY):
+                        self._sweep(Path(folder) / name, found.st_mtime)
+                    elif stat.S_ISREG(found.st_mode):
+                        yield Listed(key, found.st_size)
 
     def close(self) -> None:
         self._threads.close()
@@ -113,6 +125,11 @@ class FolderRemote:
         finally:
             for future in futures:
                 future.cancel()
+
+    def _sweep(self, temp: Path, written_at: float) -> None:
+        """Remove what a program left that was killed while it put something."""
+        if self._now() - written_at > ABANDONED_SECONDS:
+            temp.unlink()
 
     def _are_there(self, keys: Sequence[str]) -> Sequence[bool]:
         return [self._place(key).is_file() for key in keys]
@@ -162,7 +179,7 @@ class FolderRemote:
         place = self._place(put.key)
         if not put.replace and place.is_file():
             return "present"
-        temp = place.with_name(f"{place.name}.{uuid.uuid4().hex}.{TEMPORARY}")
+        temp = place.with_name(f"{place.name}.{uuid.uuid4().hex}{TEMPORARY}")
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             self._write(temp, put.buffers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,19 @@ def test_a_pipe_is_no_object(tmp_path: Path) -> None:
     (got,) = remote.get_many([Get(KEY, memoryview(bytearray(9)))])
     assert (got.nbytes, got.problem) == (None, "not a file")
     remote.close()
+
+
+def test_what_a_killed_program_left_goes_after_a_day(tmp_path: Path) -> None:
+    remote = FolderRemote(tmp_path)
+    assert remote.put_many([Put(KEY, [memoryview(b"state")])]) == ["stored"]
+    (file,) = (each for each in tmp_path.rglob("*") if each.is_file())
+    left = file.with_name(f"{file.name}.{'0' * 32}.kvdb-tmp")
+    left.write_bytes(b"sta")
+    assert list(remote.list("v1/")) == [Listed(KEY, 5)]
+    assert left.exists()
+    later = FolderRemote(tmp_path, now=lambda: time.time() + 90_000)
+    assert list(later.list("v1/")) == [Listed(KEY, 5)]
+    assert not left.exists()
+    assert file.exists()
+    remote.close()
+    later.close()
