@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from kvdb.errors import KvdbError
 from kvdb.remotes.economics import moving
@@ -54,19 +55,17 @@ class Builds:
         """Whether exact mode may use a block."""
         return "use" if member.exact and member.build == self.own else "refuse"
 
-    def digest(self, build_id: int) -> str | None:
-        rows = self._store.sql(DIGEST, (build_id,)).rows
-        return str(rows[0][0]) if rows else None
+    def digest(self, build_id: int | None) -> str | None:
+        row = self._one(DIGEST, (build_id,))
+        return None if row is None else str(row[0])
 
     def judge(self, digest: str, difference: float) -> None:
         """A block of this build is so many tolerances from our own."""
         compatible = difference <= 1
         self._verdicts[digest] = compatible
-        try:
+        with suppress(KvdbError):  # one that cannot be written now is known here all the same
             build = self._store.build(self._namespace, digest, {})
             self._store.set_verdict(build, compatible, min(difference, 1e30))
-        except KvdbError:
-            pass  # it cannot be written now: known here for now
         if compatible:
             self._trust(digest)
 
@@ -76,9 +75,17 @@ class Builds:
             self.trusted |= {row[0]}
 
     def _row(self, digest: str) -> tuple[int, str] | None:
-        with self._store.database.read() as connection:
-            row = connection.execute(VERDICT, (self._namespace.id, digest)).fetchone()
+        row = self._one(VERDICT, (self._namespace.id, digest))
         return None if row is None else (int(row[0]), str(row[1]))
+
+    def _one(self, statement: str, parameters: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """A row; of a store that cannot be read now nothing is known."""
+        try:
+            with self._store.database.read() as connection:
+                found: tuple[Any, ...] | None = connection.execute(statement, parameters).fetchone()
+                return found
+        except KvdbError:
+            return None
 
 
 class Speed:

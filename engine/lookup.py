@@ -117,13 +117,16 @@ class Lookup:
         """Compare a block of each build whose state is here and was never compared; look again
         where that made a difference."""
         match = self._match
-        checked: set[int] = set()
-        for block in () if match is None or not match.distrusted else match.blocks:
-            build_id = block.build_id
-            if build_id is None or build_id in checked or match is None:
+        if match is None or not match.distrusted:
+            return
+        unchecked = {id_ for id_, verdict in match.distrusted.items() if verdict == "unchecked"}
+        compared = False
+        for block in match.blocks:
+            if block.build_id not in unchecked:
                 continue
-            digest = storage.builds.digest(build_id)
-            if storage.builds.verdict(digest) != "check" or digest is None:
+            digest = storage.builds.digest(block.build_id)
+            if digest is None or storage.builds.verdict(digest) != "check":
+                unchecked.discard(block.build_id)
                 continue
             stored = {
                 name: raw
@@ -131,9 +134,10 @@ class Lookup:
                 if name != "logits" and (raw := storage.read_part(part)) is not None
             }
             if stored.keys() >= set(match.namespace.layout.required):
-                checked.add(build_id)
+                unchecked.discard(block.build_id)
                 yield from self._compare(storage, digest, block.start, block.end, stored)
-        if checked:
+                compared = True
+        if compared:
             self._look(storage)
 
     def _check_sample(self, storage: Storage, remotes: Remotes) -> Generator[Turn, Row, bool]:

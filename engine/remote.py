@@ -183,12 +183,10 @@ class Remotes:
         self.use.decision = "failed"
 
     def _accept(self, member: Member) -> Verdict:
+        builds = self._storage.builds
         if self._exact:
-            return self._storage.builds.exact(member)
-        return "refuse" if member.build in self._refused else self._verdict(member)
-
-    def _verdict(self, member: Member) -> Verdict:
-        return self._storage.builds.verdict(member.build)
+            return builds.exact(member)
+        return "refuse" if member.build in self._refused else builds.verdict(member.build)
 
     def _require_fetching(self) -> Fetching:
         if self._fetching is None:
