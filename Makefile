@@ -38,6 +38,8 @@ browser: .venv/.dev
 servers: .venv/.dev
 	bash tests/servers.sh $(BIN)
 
+# With bytecode, so that the programs that tests start need not compile kvdb anew each time.
+unit: export PYTHONDONTWRITEBYTECODE =
 unit: .venv/.dev browser servers
 	$(BIN)/pytest -q
 

@@ -100,7 +100,7 @@ class Remotes:
             return match
         use.load_ms = found.load_ms(names)
         use.compute_ms = None if speed is None else speed * saved * 1e3
-        if not worth_loading(use.load_ms, use.compute_ms):
+        if not worth_loading(use.load_ms, use.compute_ms, saved):
             use.decision = "recomputed"
             return match
         use.decision, self._found = "loaded", found
@@ -110,8 +110,13 @@ class Remotes:
     def begin(self, running: Running | None) -> None:
         """What comes from now on is held by ``running``."""
         if self._found is not None:
+            compute_ms = self.use.compute_ms
             self._fetching = self._tier.fetching(
-                self._found, self._accept, fill=self._fill, running=running
+                self._found,
+                self._accept,
+                fill=self._fill,
+                running=running,
+                compute_seconds=None if compute_ms is None else compute_ms / 1e3,
             )
 
     def logits(self, index: int) -> Generator[Turn, Row, Bytes | None]:

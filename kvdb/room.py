@@ -36,6 +36,11 @@ class Room:
         self.reservations = reservations
         self._compactor = compactor
 
+    @property
+    def shard_bytes(self) -> int:
+        """The largest shard worth making here."""
+        return self._limit.shard_bytes
+
     def find(
         self,
         namespace_id: int,

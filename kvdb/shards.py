@@ -80,6 +80,12 @@ class NamespaceRecord:
             "build": self.build,
         }
 
+    def abroad(self) -> NamespaceRecord:
+        """As other machines are told of it: the folder that a model lies in is none of theirs."""
+        if not self.model.startswith(("/", "~", ".")):
+            return self
+        return replace(self, model=Path(self.model).name)
+
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> NamespaceRecord:
         """Parse and check that the fingerprint follows from the content (IntegrityError)."""

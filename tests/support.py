@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +51,11 @@ MIXED = Layout(
 )
 
 
-def prefix_states(tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.uint64]:
+def prefix_states(tokens: Sequence[int]) -> npt.NDArray[np.uint64]:
     """One number per position that depends on every token up to it."""
     states = np.empty(len(tokens), dtype=np.uint64)
     value = 7
-    for position, token in enumerate(tokens.tolist()):
+    for position, token in enumerate(tokens):
         value = (value * 6364136223846793005 + token * 1442695040888963407 + 1) % (1 << 64)
         states[position] = value
     return states
@@ -62,8 +64,16 @@ def prefix_states(tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.uint64]:
 def part_arrays(
     spec: PartSpec, tokens: npt.NDArray[np.integer], start: int, end: int
 ) -> list[list[npt.NDArray[Any]]]:
-    """The true arrays of a part for positions ``start`` … ``end`` of ``tokens``."""
-    states = prefix_states(tokens[:end])
+    """The true arrays of a part for positions ``start`` … ``end`` of ``tokens``; not to be written
+    to, as who asks again gets the same."""
+    return _part_arrays(spec, tuple(tokens[:end].tolist()), start, end)
+
+
+@lru_cache(1024)
+def _part_arrays(
+    spec: PartSpec, tokens: tuple[int, ...], start: int, end: int
+) -> list[list[npt.NDArray[Any]]]:
+    states = prefix_states(tokens)
     layers = []
     for layer in spec.layers:
         arrays = []
@@ -83,7 +93,9 @@ def part_arrays(
                 mixed = own * np.uint64(2654435761) + index * np.uint64(40503) + seed
             width = tensor.numpy_dtype.itemsize * 8
             bits = (mixed >> np.uint64(64 - width)).astype(f"<u{width // 8}")
-            arrays.append(bits.view(tensor.numpy_dtype).reshape(shape))
+            made = bits.view(tensor.numpy_dtype).reshape(shape)
+            made.setflags(write=False)
+            arrays.append(made)
         layers.append(arrays)
     return layers
 

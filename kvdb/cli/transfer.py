@@ -63,10 +63,10 @@ def say_pushed(done: PushReport, dry_run: bool) -> None:
 
 
 def say_pulled(done: PullReport, dry_run: bool) -> None:
-    verb = "would be stored" if dry_run else "stored"
+    stored, came = ("would be stored", "would come") if dry_run else ("stored", "came")
     say(
-        f"{done.blocks} blocks there: {done.stored} {verb} ({human_bytes(done.nbytes)}), "
-        f"{done.present} were here."
+        f"{done.blocks} blocks there: {done.stored} {stored}, {done.present} were here; "
+        f"{human_bytes(done.nbytes)} {came}."
     )
     for reason, count in done.left.items():
         say(f"Left out: {count} {LEFT[reason]}.")

@@ -70,15 +70,17 @@ class Behind:
         with self._condition:
             self._closing = True
             self._condition.notify_all()
-            self._condition.wait_for(
-                lambda: not self._left() or self._peer.breaker.down_seconds > 0, seconds
-            )
+            self._condition.wait_for(lambda: not self._left() or self._down_seconds > 0, seconds)
             left = self._left()
             self._queue.clear()
             self._condition.notify_all()
         if left:
             self._peer.counters.add("dropped", left)
         return left
+
+    @property
+    def _down_seconds(self) -> float:
+        return self._peer.down_seconds("ask", "put")
 
     def _left(self) -> int:
         return len(self._queue) + len(self._taken)
@@ -89,7 +91,7 @@ class Behind:
                 self._taken = ()
                 self._condition.notify_all()
                 self._condition.wait_for(lambda: self._queue or self._closing)
-                down = self._peer.breaker.down_seconds
+                down = self._down_seconds
                 if down and self._queue and not self._closing:
                     self._condition.wait(down)
                     continue
@@ -103,7 +105,7 @@ class Behind:
                 self._push(self._taken)
                 self._peer.changed()
             except Exception as error:  # the border of the thread; the peer has counted it
-                if isinstance(error, KvdbError | OSError) and self._peer.breaker.down_seconds:
+                if isinstance(error, KvdbError | OSError) and self._down_seconds:
                     self._again(self._taken)
                 else:
                     log.warning("not shared with %s: %s", self._peer.name, error)
@@ -136,7 +138,7 @@ class Behind:
             peer.counters.add("present", len(own) - len(missing))
             if not missing:
                 continue
-            with peer.watched() as remote:
+            with peer.watched("put") as remote:
                 peer.describe(remote, record)
             member = read_member(self._store, record, id_)
             for key, buffers in [] if member is None else pack(member):
@@ -156,7 +158,7 @@ class Behind:
 
     def _put(self, puts: Sequence[Put]) -> None:
         peer = self._peer
-        with peer.watched() as remote:
+        with peer.watched("put") as remote:
             states = remote.put_many(puts)
         for put, state in zip(puts, states, strict=True):
             if state in ("stored", "present"):

@@ -185,7 +185,7 @@ def check_url(name: str, url: str) -> None:
         raise UsageError("A remote's URL is SCHEME://PLACE, without spaces.")
     scheme, place = found[1], found[2]
     who, at, _ = place.rpartition("@")
-    if scheme != "file" and at and ":" in who:
+    if at and ":" in who and (scheme != "file" or not place.startswith("/")):
         raise UsageError(
             "A URL is stored and shown, so it holds no password: set "
             f"{secret_variable(name, 'password')}, and write the URL without it."

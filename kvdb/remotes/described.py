@@ -16,7 +16,7 @@ MAX_BYTES = 256 << 10
 
 def namespace_object(record: NamespaceRecord) -> bytes:
     """The bytes of ``namespace.json``."""
-    return canonical_json(record.to_document()).encode()
+    return canonical_json(record.abroad().to_document()).encode()
 
 
 def fetch_namespace(remote: Remote, fingerprint: bytes) -> NamespaceRecord | None:

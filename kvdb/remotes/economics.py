@@ -9,6 +9,9 @@ from collections.abc import Callable
 NEWEST = 0.3
 # Fewer bytes measure the round trip, not the bandwidth.
 LEAST_BYTES = 64 << 10
+# While nobody knows how fast the model computes, a load that is felt is not made: computing so many
+# tokens at most measures that.
+FELT_MS, MEASURING_TOKENS = 250.0, 4096
 # What was measured longer ago says nothing of today: the remote is tried again.
 STALE_SECONDS = 600.0
 
@@ -73,6 +76,11 @@ def moving(average: float | None, newest: float) -> float:
     return newest if average is None else average + NEWEST * (newest - average)
 
 
-def worth_loading(load_ms: float | None, compute_ms: float | None) -> bool:
-    """What is not known is loaded: that measures it."""
-    return load_ms is None or compute_ms is None or load_ms < compute_ms
+def worth_loading(load_ms: float | None, compute_ms: float | None, tokens: int) -> bool:
+    """Whether to load ``tokens`` rather than compute them. What is not known is measured by
+    doing it."""
+    if load_ms is None:
+        return True
+    if compute_ms is None:
+        return load_ms < FELT_MS or tokens > MEASURING_TOKENS
+    return load_ms < compute_ms

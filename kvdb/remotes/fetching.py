@@ -31,7 +31,8 @@ BATCH_BYTES = 16 << 20
 LEAST_BATCH_BYTES = 1 << 20
 # A remote that is slower than this counts as stuck.
 SLOW_BYTES_PER_SECOND = 4 << 20
-# A fetch may take so many times as long as was estimated, and this long where nothing was.
+# A fetch may take so many times as long as was estimated, and this long where nothing was; never
+# longer than computing would, but for the time in which a remote counts as stuck.
 PATIENCE, MOST_SECONDS = 4.0, 60.0
 
 # Whether a member may be used; "check": only after its build was compared with this one.
@@ -54,12 +55,14 @@ class Fetching:
         filling: Filling | None,
         clock: Environment,
         idle_seconds: float,
+        compute_seconds: float | None,
     ) -> None:
         self.found = found
         self.accept = accept
         self.filling = filling
         self.clock = clock
         self.idle_seconds = idle_seconds
+        self.compute_seconds = compute_seconds
         self.buffers = Staging()
         self.given: Counter[str] = Counter()
         self.unchecked: Member | None = None
@@ -197,7 +200,8 @@ class _Round:
         with self._condition:
             budgets = [peer.budget_seconds for peer in self._lanes]
             idle = max([fetching.idle_seconds, *budgets]) + largest / SLOW_BYTES_PER_SECOND
-            most = MOST_SECONDS if estimate is None else max(2 * idle, PATIENCE * estimate / 1e3)
+            most = MOST_SECONDS if estimate is None else PATIENCE * estimate / 1e3
+            most = max(2 * idle, min(most, fetching.compute_seconds or most))
             while self._open and not self._closed:
                 seen, left = self._settled, began + most - clock.seconds()
                 if not self._condition.wait_for(
@@ -205,12 +209,16 @@ class _Round:
                     max(0.0, min(idle, left)),
                 ):
                     break
-            stuck: set[Peer] = set()
+            slow: set[Peer] = set()
             if not self._closed:
-                stuck = {self._flying[name] for name in self._open & self._flying.keys()}
-                stuck |= {peer for peer, lanes in self._lanes.items() if lanes.queue}
-        for peer in stuck:
-            peer.went_wrong(RemoteUnreachable("It stopped answering in the middle of a restore."))
+                slow = {self._flying[name] for name in self._open & self._flying.keys()}
+                slow |= {peer for peer, lanes in self._lanes.items() if lanes.queue}
+            moves = clock.seconds() - began >= most
+        for peer in slow:
+            if moves:
+                peer.counters.add("late")  # how slow it is, its rate says from now on
+            else:
+                peer.went_wrong("get", RemoteUnreachable("It stopped in the middle of a restore."))
 
     # -- in the lanes ------------------------------------------------------------------------
 
@@ -218,9 +226,11 @@ class _Round:
         """Queue an object at the fastest remote that has it and was not tried for it yet."""
         while each.sources:
             peer = each.sources.popleft()
-            if peer.breaker.down_seconds:
+            if peer.down_seconds("ask", "get"):
                 continue
             with self._condition:
+                if self._closed:
+                    return
                 lanes = self._lanes.setdefault(peer, _Lanes(deque()))
                 lanes.queue.append(each)
                 more = lanes.running < FETCHING
@@ -230,13 +240,15 @@ class _Round:
             return
         with self._condition:
             if self._closed:
-                return  # it is still open, and so lost
+                return  # it is among the open ones, which run() gives up
             self._busy += 1
-        self._settle(each.name, None)
-        with self._condition:
-            self._busy -= 1
-            self._lost.add(each.name)
-            self._done(each)
+        try:
+            self._settle(each.name, None)
+        finally:
+            with self._condition:
+                self._busy -= 1
+                self._lost.add(each.name)
+                self._done(each)
 
     def _done(self, each: _Object) -> None:
         self._open.discard(each.name)
@@ -272,7 +284,7 @@ class _Round:
         """Ask for a batch; what is left in it did not come."""
         buffers = {i: self._fetching.buffers.lend(each.room) for i, each in batch.items()}
         gets = [Get(each.key, buffers[i].data) for i, each in batch.items()]
-        with peer.watched() as remote:
+        with peer.watched("get") as remote:
             for got in remote.get_many(gets):
                 each = batch[got.index]
                 if got.nbytes is None:
@@ -305,21 +317,21 @@ class _Round:
             if self._closed:
                 return True
             self._busy += 1
+        there = False
         try:
             each.deliver(member)
             self._settle(each.name, member)
-        except BaseException:  # it is open still: the buffers hold anything
+            there = True
+        finally:
             with self._condition:
                 self._busy -= 1
                 self._condition.notify_all()
-            raise
+                if there:
+                    self._moved[peer] += data.nbytes
+                    fetching.given[peer.name] += data.nbytes
+                    self._done(each)
         peer.counters.add("got")
         peer.counters.add("got_bytes", data.nbytes)
-        with self._condition:
-            self._busy -= 1
-            self._moved[peer] += data.nbytes
-            fetching.given[peer.name] += data.nbytes
-            self._done(each)
         return True
 
     def _settle(self, name: ObjectName, member: Member | None) -> None:

@@ -146,10 +146,11 @@ class Question:
 
     def _ask(self, peer: Peer) -> None:
         asking = _Asking(peer, self._found, self._wishes)
-        known = asking.known()
-        if known is not None:
+        if peer.down_seconds("ask", "get"):
+            self._answers.append("down")
+        elif (known := asking.known()) is not None:
             self._take(peer, known)
-        elif not peer.breaker.allows(peer.budget_seconds):
+        elif not peer.breakers["ask"].allows(peer.budget_seconds):
             self._answers.append("down")
         else:
             self._asked.append((peer, peer.asking.submit(asking.ask)))

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from kvdb.clock import Environment
 from kvdb.errors import KvdbError
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvdb.remotes")
 
+# What a remote is used for. One that answers may have objects that never come, and one that gives
+# may take nothing: what goes well in one way says little of the others.
+Use = Literal["ask", "get", "put"]
+USES: tuple[Use, ...] = get_args(Use)
 # Threads that ask, and threads that fetch: a remote that hangs keeps no more than these.
 ASKING, FETCHING = 2, 2
 # How long an answer is believed. What turned out to be wrong is not fetched again for long.
@@ -66,7 +70,7 @@ class Peer:
         self.budget_seconds = spec.budget_ms / 1e3
         self.rates = rates
         self.counters = Counters(spec.id, rates)
-        self.breaker = Breaker(clock.environment.seconds, clock.jitter)
+        self.breakers = {use: Breaker(clock.environment.seconds, clock.jitter) for use in USES}
         self.asking = Crew(f"kvdb-ask-{spec.name}", ASKING)
         self.fetching = Crew(f"kvdb-fetch-{spec.name}", FETCHING)
         self._clock = clock.environment
@@ -74,6 +78,7 @@ class Peer:
         self.changed = changed
         self._remote: Remote | None = None
         self._opening = threading.Lock()
+        self._closed = False
         self._known: dict[str, _Known] = {}
         self._bad: set[str] = set()
         self._described: set[bytes] = set()
@@ -90,7 +95,12 @@ class Peer:
                 self._remote = self._opener()
             return self._remote
 
+    def down_seconds(self, *uses: Use) -> float:
+        """How much longer one of these uses is not to be tried."""
+        return max(self.breakers[use].down_seconds for use in uses)
+
     def close(self) -> None:
+        self._closed = True
         self.asking.close()
         self.fetching.close()
         remote, self._remote = self._remote, None
@@ -101,34 +111,37 @@ class Peer:
             closing.close()
 
     @contextmanager
-    def watched(self) -> Iterator[Remote]:
+    def watched(self, use: Use) -> Iterator[Remote]:
         """The remote for one call; how that ends is what the breaker learns. Errors go on."""
         try:
             yield self.open()
         except Exception as error:
-            self.went_wrong(error)
+            self.went_wrong(use, error)
             raise
-        self.breaker.succeeded()
-        self.counters.down(None)
+        self.breakers[use].succeeded()
+        self._note_down()
 
-    def went_wrong(self, error: Exception) -> None:
-        self.breaker.failed()
+    def went_wrong(self, use: Use, error: Exception) -> None:
+        if self._closed:
+            return  # what is cut off by us says nothing of the remote
+        self.breakers[use].failed()
         self.counters.add("failed")
-        now = self._clock.now_us()
-        self.counters.went_wrong(str(error) or type(error).__name__, now)
-        self.counters.down(now + int(self.breaker.down_seconds * 1e6))
+        self.counters.went_wrong(str(error) or type(error).__name__, self._clock.now_us())
+        self._note_down()
         self.changed()
         if not isinstance(error, KvdbError | OSError):
             log.error("the remote %s failed, by a defect", self.name, exc_info=error)
 
     def was_late(self) -> None:
         """An answer did not come within its budget."""
-        self.breaker.late()
+        self.breakers["ask"].late()
         self.counters.add("late")
-        down = self.breaker.down_seconds
-        if down:
-            self.counters.down(self._clock.now_us() + int(down * 1e6))
+        self._note_down()
         self.changed()
+
+    def _note_down(self) -> None:
+        down = self.down_seconds(*USES)
+        self.counters.down(self._clock.now_us() + int(down * 1e6) if down else None)
 
     # -- what is there -----------------------------------------------------------------------
 
@@ -149,7 +162,7 @@ class Peer:
             known = {key: entry for key in keys if (entry := self._known.get(key)) is not None}
         unknown = [key for key in keys if key not in known or known[key].until < now]
         if unknown:
-            with self.watched() as remote:
+            with self.watched("ask") as remote:
                 found = remote.exists_many(unknown)
             self.rates.answered(self._clock.seconds() - now)
             self.counters.add("asked", len(unknown))
@@ -196,6 +209,7 @@ class Peer:
         """Put the namespace's description beside its first object, once."""
         if record.fingerprint in self._described:
             return
-        data = memoryview(namespace_object(record))
-        remote.put_many([Put(namespace_key(record.fingerprint), [data])])
-        self._described.add(record.fingerprint)
+        text = memoryview(namespace_object(record))
+        (state,) = remote.put_many([Put(namespace_key(record.fingerprint), [text])])
+        if state in ("stored", "present"):
+            self._described.add(record.fingerprint)

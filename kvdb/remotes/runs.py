@@ -69,11 +69,13 @@ class Runs:
         self._nbytes = 0
         self._due = self._seconds() + RUN_SECONDS
 
-    def _count(self, stored: int, dropped: int) -> None:
+    def _count(self, stored: int, present: int, dropped: int) -> None:
         self._report.stored += stored
+        self._report.new -= present  # somebody else stored them meanwhile
+        self._report.present += present
         if dropped:
             self._report.left["parent_missing"] += dropped
-        self._added -= stored + dropped
+        self._added -= stored + present + dropped
 
 
 def _nothing(_: Connection) -> None:

@@ -103,13 +103,16 @@ class Tier:
         *,
         fill: bool = True,
         running: Running | None = None,
+        compute_seconds: float | None = None,
     ) -> Fetching:
         """Fetches for one request. With ``fill`` what comes goes into the store, held by
-        ``running``."""
+        ``running``. ``compute_seconds`` is what computing it all would take."""
         filling = None
         if fill and not self._store.read_only:
             filling = Filling(self._store, found.match, running)
-        return Fetching(found, accept, filling, self._environment, self._idle_seconds)
+        return Fetching(
+            found, accept, filling, self._environment, self._idle_seconds, compute_seconds
+        )
 
     def background(self, action: Callable[[], T]) -> Future[T]:
         """Run what reads by way of a Fetching, whose waits are bounded."""

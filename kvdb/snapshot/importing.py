@@ -186,8 +186,10 @@ class _Import:
                 )
             )
 
-        def count(stored: int, dropped: int) -> None:
+        def count(stored: int, present: int, dropped: int) -> None:
             report.stored += stored
+            report.new -= present  # somebody else stored them meanwhile
+            report.present += present
             if dropped:
                 report.incompatible["parent_missing"] += dropped
                 report.new -= dropped

@@ -134,7 +134,7 @@ def make_plan(store: Store, selection: Selection, *, tokens: bool, recoded: str 
         numbers = {id_: number for number, id_ in enumerate(i for i in namespaces if i in used)}
         blocks = tuple(_ordered(rows, chosen, numbers))
         manifest = Manifest(
-            tuple(namespace_record(connection, id_) for id_ in numbers),
+            tuple(namespace_record(connection, id_).abroad() for id_ in numbers),
             _builds(connection, {rows[id_].build_id for id_ in chosen}, numbers),
             codec_notes(
                 {codec for id_ in chosen for codec in rows[id_].codecs.split(",")}

@@ -80,6 +80,7 @@ class Staging:
         self._store = store
         self._room = store.require_room()
         self._evict = evict
+        self._most = min(RUN_BYTES, self._room.shard_bytes)
         self._run: list[Member] = []
         self._run_header = 0
         self._run_bytes = 0
@@ -124,13 +125,13 @@ class Staging:
         self,
         builds: Mapping[tuple[bytes, str], str],
         first: Callable[[Connection], None],
-        count: Callable[[int, int], None],
+        count: Callable[[int, int, int], None],
     ) -> None:
         """Make all blocks visible, a shard at a time, parents first; then more can be added.
 
         ``builds`` are descriptions by namespace fingerprint and digest; ``first`` is run in the
-        first transaction; ``count`` is told how many blocks of each shard were stored, and how
-        many could not stand any more."""
+        first transaction; ``count`` is told how many blocks of each shard were stored, how many
+        are there by now, and how many could not stand any more."""
         while self._staged:
             staged = self._staged[0]
             content = self._settle(staged)
@@ -139,7 +140,7 @@ class Staging:
                 stored, dropped, dead = self._insert(connection, staged, content, builds)
             first = _nothing
             del self._staged[0]
-            count(stored, dropped)
+            count(stored, len(content.blocks) - stored - dropped, dropped)
             if dead:
                 self._store.require_retention().sweep_dead()
         # What is published counts in quotas by itself, and stands on its own.
@@ -168,7 +169,7 @@ class Staging:
             self._run[0].record is not record
             or len(self._run) >= RUN_BLOCKS
             or self._run_header > RUN_HEADER_BYTES
-            or nbytes > RUN_BYTES
+            or nbytes > self._most
         ):
             self._flush()
 

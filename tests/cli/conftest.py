@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -104,14 +105,20 @@ def spawn(environment: dict[str, str], tmp_path: Path) -> Run:
     return call
 
 
-@pytest.fixture
-def filled(path: Path) -> Path:
-    """A store with five blocks of two chains, closed."""
+@pytest.fixture(scope="session")
+def filled_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("filled") / "store"
     with kvdb.open(path, min_free_bytes=0) as store:
         namespace = open_namespace(store)
         put_all(store, namespace, random_tokens(1, 70))
         put_all(store, namespace, random_tokens(2, 16))
     return path
+
+
+@pytest.fixture
+def filled(path: Path, filled_once: Path) -> Path:
+    """A store with five blocks of two chains, closed; the test's own."""
+    return shutil.copytree(filled_once, path)
 
 
 @pytest.fixture(scope="session")

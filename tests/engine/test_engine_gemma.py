@@ -4,7 +4,6 @@ process, it says what it says when it is cold."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +42,6 @@ END = " The capital of France is the city of"
 
 
 def ask(store: Path, *requests: dict[str, Any]) -> list[dict[str, Any]]:
-    environment = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}
     documents = [{"max_tokens": 5, "logprobs": 0, **request} for request in requests]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(store)],
@@ -52,7 +50,6 @@ def ask(store: Path, *requests: dict[str, Any]) -> list[dict[str, Any]]:
         capture_output=True,
         text=True,
         timeout=600,
-        env=environment,
     )
     return [json.loads(line) for line in done.stdout.splitlines()]
 

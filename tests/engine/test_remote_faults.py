@@ -257,3 +257,16 @@ def test_others_decode_while_one_fetches(world: World) -> None:
     other.join(20)
     assert during >= 20
     assert answers[0].ids == world.cold.ids
+
+
+def test_a_folder_that_is_gone(
+    tmp_path: Path, tiny: Path, make_engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with kvdb.open(tmp_path / "a", min_free_bytes=0) as a:
+        save_spec(a, new_spec("team", (tmp_path / "gone").as_uri()))
+    with kvdb.open(tmp_path / "a", min_free_bytes=0, remotes=True) as a:
+        engine = make_engine(a, tiny, block_tokens=BLOCK)
+        assert run(engine, PROMPT, max_tokens=2).stats.computed_tokens > 0
+        assert a.flush(10)
+        assert a.sql("SELECT remote_decision IN ('failed', 'down') FROM requests").rows == [(1,)]
+        engine.close()

@@ -13,13 +13,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import httpx
 import pytest
 import uvicorn
+from click.testing import CliRunner
 
 import kvdb
 from engine.http.lifecycle import Server
+from kvdb.cli import cli
 from tests.http.test_service import until
 
 SECONDS = 60
@@ -102,7 +105,7 @@ def streaming(server: Program, asked: dict[str, Any]) -> Iterator[Iterator[str]]
         yield lines
 
 
-def test_what_was_answered_hits_after_sigterm_and_after_kill(home: Path) -> None:
+def test_what_was_answered_hits_however_it_ended(home: Path) -> None:
     with serve(home, "--drain-seconds", "0.2") as server:
         asked = {"model": "tiny", "messages": CHAT, "max_tokens": 100_000, "stream": True}
         with streaming(server, asked) as lines:
@@ -112,13 +115,17 @@ def test_what_was_answered_hits_after_sigterm_and_after_kill(home: Path) -> None
         assert server.end() == 0
         assert "0 requests finished, 1 parked; what was stored is durable." in server.said
         assert re.search(r"is ready: loaded in [\d.]+ s, warmed up in", server.said)
-    with serve(home) as server:
+    with serve(home, "--drain-seconds", "3600") as server:
         first = server.ask(max_tokens=40)
         assert first["usage"]["kvdb"]["skip"] == "full"
         text = first["choices"][0]["message"]["content"]
         # The writer works behind the answer: the next request waits for what it could meet.
         server.ask(max_tokens=1)
-        assert server.end(signal.SIGKILL) == -signal.SIGKILL
+        # A second signal ends it at once: nothing is said or made durable any more.
+        with streaming(server, asked):
+            server.process.send_signal(signal.SIGTERM)
+            until(lambda: "Stopping" in server.said)
+            assert server.end(signal.SIGTERM) == 128 + signal.SIGTERM
     following = [*CHAT, {"role": "assistant", "content": text}, {"role": "user", "content": "Go"}]
     with serve(home, "--drain-seconds", "3600") as server:
         assert server.ask()["usage"]["kvdb"]["skip"] == "full"
@@ -132,15 +139,6 @@ def test_what_was_answered_hits_after_sigterm_and_after_kill(home: Path) -> None
         assert "1 requests finished, 0 parked; what was stored is durable" in server.said
     with kvdb.open(home / "store") as store:
         assert not store.verify().problems
-
-
-def test_a_second_signal_ends_at_once(home: Path) -> None:
-    with serve(home, "--drain-seconds", "3600") as server:
-        asked = {"model": "tiny", "messages": CHAT, "max_tokens": 100_000, "stream": True}
-        with streaming(server, asked):
-            server.process.send_signal(signal.SIGTERM)
-            until(lambda: "Stopping" in server.said)
-            assert server.end(signal.SIGTERM) == 128 + signal.SIGTERM
 
 
 def test_without_a_usable_store_it_serves_and_says_so_once(home: Path) -> None:
@@ -164,14 +162,24 @@ def test_without_a_usable_store_it_serves_and_says_so_once(home: Path) -> None:
     ],
 )
 def test_what_cannot_be_served_is_said(
-    home: Path, options: tuple[str, ...], environment: dict[str, str], word: str
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    environment: dict[str, str],
+    word: str,
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    monkeypatch.setattr(Server, "run", lambda *_, **__: pytest.fail("It is served."))
+    monkeypatch.chdir(home)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        mock.patch.dict(os.environ, environment),
+    ):
         given = [str(taken.getsockname()[1]) if part == "TAKEN" else part for part in options]
-        with serve(home, *given, **environment) as server:
-            assert server.end() in (1, 2)
-            assert word in server.said
-            assert "Traceback" not in server.said
+        arguments = ["serve", "--store", str(home / "store"), "--port", "0", *given]
+        done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code in (1, 2)
+    assert isinstance(done.exception, SystemExit), done.exception
+    assert word in done.stderr
 
 
 def test_the_loop_gets_the_interpreter_soon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,7 @@ SECRET = "hunter2"  # noqa: S105 - it must not be seen
     ("name", "url", "options", "said"),
     [
         ("team", f"redis://user:{SECRET}@host", {}, "KVDB_REMOTE_TEAM_PASSWORD"),
+        ("team", f"file://user:{SECRET}@host/x", {}, "KVDB_REMOTE_TEAM_PASSWORD"),
         ("my-team", f"redis://:{SECRET}@host", {}, "KVDB_REMOTE_MY_TEAM_PASSWORD"),
         ("team", f"redis://user:{SECRET}/x@host", {}, "KVDB_REMOTE_TEAM_PASSWORD"),
         ("team", f"https://user:{SECRET}@host", {}, "KVDB_REMOTE_TEAM_PASSWORD"),

@@ -20,7 +20,7 @@ from kvdb.remotes.folder import FolderRemote
 from kvdb.remotes.found import Found, ObjectName, probes
 from kvdb.remotes.peer import ABSENT_SECONDS
 from kvdb.remotes.peer import Clock as TierClock
-from kvdb.remotes.remote import Put, PutState, RemoteUnreachable
+from kvdb.remotes.remote import Put, PutState, RemoteRefused, RemoteUnreachable
 from kvdb.remotes.tier import Tier, attach
 from kvdb.store import Store
 from tests.support import BLOCK, MIXED, PLAIN, open_namespace, put_all, random_tokens
@@ -110,10 +110,13 @@ def test_loading_is_weighed_against_computing() -> None:
     assert rates.load_ms(10 << 20) == pytest.approx(1010)
     assert rates.worth_asking(11)
     assert not rates.worth_asking(9)  # it would be computed by then
-    assert worth_loading(1010, 2000)
-    assert not worth_loading(1010, 1000)
-    assert worth_loading(None, 1)
-    assert worth_loading(1, None)
+    assert worth_loading(1010, 2000, 500)
+    assert not worth_loading(1010, 1000, 500)
+    assert worth_loading(None, 1, 500)
+    # Where everything hits nothing is computed, so the model's speed would never be known.
+    assert worth_loading(100, None, 500)
+    assert not worth_loading(1010, None, 500)
+    assert worth_loading(1010, None, 100_000)
     clock.now += STALE_SECONDS + 1
     assert rates.load_ms(1) is None  # and so it is measured again
     assert rates.worth_asking(9)
@@ -250,7 +253,47 @@ def test_a_block_comes_from_the_fastest_that_has_it(tmp_path: Path) -> None:
         best = [answer.best(ObjectName(block, None))[0].name for block in range(4)]
         assert best == ["near", "near", "far", "far"]
         assert tier.peer("dead").counters.totals["failed"] == 1
-        assert not tier.peer("dead").breaker.allows()
+        assert not tier.peer("dead").breakers["ask"].allows()
+
+
+def test_what_goes_well_in_one_way_forgives_nothing_in_another(tmp_path: Path, team: Path) -> None:
+    remote, clock = Watched(team), Clock()
+    with kvdb.open(tmp_path / "a") as a:
+        spec = save_spec(a, spec_of(team))
+        time = TierClock(Environment(seconds=clock), lambda: 0.0)
+        a.remotes = tier = Tier(a, [(spec, lambda: remote)], clock=time)
+        peer, match = tier.peer("team"), a.match(open_namespace(a, PLAIN), random_tokens(1, BLOCK))
+        for seconds in (1, 2, 4):  # objects never come, questions are answered
+            peer.went_wrong("get", RemoteUnreachable("It hangs."))
+            assert peer.down_seconds("get") == seconds
+            assert found(tier, match).answer == "down"
+            clock.now += seconds
+            assert found(tier, match).answer == "absent"
+            clock.now += ABSENT_SECONDS + 1
+        peer.breakers["get"].succeeded()
+        peer.went_wrong("put", RemoteRefused("Only reading is allowed."))
+        assert peer.down_seconds("ask", "put") > 0
+        assert found(tier, match).answer == "absent"
+        tier.close()
+        failed = peer.counters.totals["failed"]
+        peer.went_wrong("get", RemoteUnreachable("It was closed."))
+        assert peer.counters.totals["failed"] == failed  # by us
+
+
+def test_a_description_that_found_no_room_is_put_later(tmp_path: Path, team: Path) -> None:
+    states: list[PutState] = ["full", "stored"]
+
+    class Full(Watched):
+        def put_many(self, puts: Sequence[Put]) -> list[PutState]:
+            return [states.pop(0)]
+
+    with kvdb.open(tmp_path / "a") as a:
+        remote = Full(team)
+        a.remotes = Tier(a, [(spec_of(team), lambda: remote)])
+        peer, record = a.remotes.peer("team"), a.describe(open_namespace(a, PLAIN))
+        for _ in range(3):
+            peer.describe(remote, record)
+    assert not states
 
 
 # -- what is given -------------------------------------------------------------------------------

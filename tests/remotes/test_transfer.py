@@ -310,3 +310,20 @@ def test_a_namespace_over_its_quota_leaves_others_their_room(
     pulled = b.pull(there.as_uri())
     assert (pulled.stored, pulled.left) == (7 + 4, {"no_room": 4})
     assert "quota" in pulled.stopped
+
+
+def test_two_pulls_at_once_count_what_the_other_stored(
+    tmp_path: Path, there: Path, b: Store
+) -> None:
+    done: list[PullReport] = []
+    with kvdb.open(tmp_path / "b", min_free_bytes=0) as other:
+
+        def once(at: int, _: int) -> None:
+            if at and not done:
+                done.append(other.pull(there.as_uri()))
+
+        report = b.pull(there.as_uri(), progress=once)
+    assert done[0].stored == BLOCKS
+    assert (report.blocks, report.stored, report.present) == (BLOCKS, 0, BLOCKS)
+    assert report.new == 0
+    assert not report.left

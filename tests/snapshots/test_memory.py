@@ -49,12 +49,11 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         namespace = open_namespace(a, LARGE)
         tokens = random_tokens(1, BLOCKS * BLOCK)
         raw = tokens.view("u1").repeat(BLOCK_BYTES * BLOCKS // tokens.nbytes)
-        for number in range(BLOCKS):
-            part = raw[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES].copy()
-            put = a.put(
-                namespace, tokens[: (number + 1) * BLOCK], [Payload(number, {"kv:0": part})]
-            )
-            assert put.wait(60).stored == 1
+        made = [
+            Payload(number, {"kv:0": raw[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]})
+            for number in range(BLOCKS)
+        ]
+        assert a.put(namespace, tokens, made).wait(60).stored == BLOCKS
     for verb, store in (("export", "a"), ("import", "b")):
         command = [sys.executable, "-c", METER, verb, tmp_path / store, tmp_path / "a.tar"]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
