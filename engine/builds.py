@@ -64,8 +64,8 @@ class Builds:
         return "use" if self._verdicts[digest] else "refuse"
 
     def exact(self, member: Member) -> Verdict:
-        """Whether exact mode may use a block."""
-        return "use" if member.exact and member.build == self.own else "refuse"
+        """Whether exact mode may use a block; if not, nothing that stands on it either."""
+        return "use" if member.exact and member.build == self.own else "stop"
 
     def digest(self, build_id: int | None) -> str | None:
         row = self._one(DIGEST, (build_id,))

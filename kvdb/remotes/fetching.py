@@ -35,8 +35,9 @@ SLOW_BYTES_PER_SECOND = 4 << 20
 # longer than computing would, but for the time in which a remote counts as stuck.
 PATIENCE, MOST_SECONDS = 4.0, 60.0
 
-# Whether a member may be used; "check": only after its build was compared with this one.
-Verdict = Literal["use", "refuse", "check"]
+# Whether a member may be used; "check": only after its build was compared with this one; "stop": no,
+# and nothing else of what was asked for either.
+Verdict = Literal["use", "refuse", "check", "stop"]
 Deliver = Callable[[Member], None]
 
 
@@ -310,8 +311,8 @@ class _Round:
             peer.learn(each.key, present=False)
             return False
         with self._condition:
-            if verdict == "check" and not self._closed:
-                fetching.unchecked = member
+            if verdict in ("check", "stop") and not self._closed:
+                fetching.unchecked = member if verdict == "check" else None
                 self._closed = True
                 self._condition.notify_all()
             if self._closed:

@@ -98,6 +98,25 @@ def test_what_one_computed_another_restores(
     assert there.verify(data=True).ok
 
 
+def test_exact_mode_takes_no_chain_that_is_not_exact(
+    tmp_path: Path, machine: Machine, make_engine: Any
+) -> None:
+    """One object tells, and others may still have the rest."""
+    model = write_model(tmp_path / "model")
+    here, there = machine("a"), machine("b")
+    prompt = prompt_tokens(1200)
+    engine = make_engine(here, model, block_tokens=16)
+    cold = run(engine, prompt, reuse="exact", store=False, max_tokens=8)
+    run(engine, prompt, max_tokens=8)
+    shared(here)
+    engine = make_engine(there, model, block_tokens=16)
+    exact = run(engine, prompt, reuse="exact", store=False, max_tokens=8)
+    assert equal(cold, exact, "exact")
+    assert exact.stats.restored_tokens == 0
+    assert row(there)["remote_decision"] == "failed"
+    assert run(engine, prompt).stats.remote_tokens == len(prompt)
+
+
 @pytest.mark.parametrize("species", ["qwen3_next", "gemma3_text", "llama, 8-bit KV"])
 def test_states_windows_and_logits_are_fetched_as_a_plan_needs_them(
     tmp_path: Path, machine: Machine, make_engine: Any, species: str
