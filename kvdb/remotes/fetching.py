@@ -35,8 +35,8 @@ SLOW_BYTES_PER_SECOND = 4 << 20
 # longer than computing would, but for the time in which a remote counts as stuck.
 PATIENCE, MOST_SECONDS = 4.0, 60.0
 
-# Whether a member may be used; "check": only after its build was compared with this one; "stop": no,
-# and nothing else of what was asked for either.
+# Whether a member may be used; "check": only after its build was compared with this one; "stop":
+# no, and nothing else of what was asked for either.
 Verdict = Literal["use", "refuse", "check", "stop"]
 Deliver = Callable[[Member], None]
 
