@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvdb.cli.evict import Size
 from kvdb.cli.options import open_store, store_option
 from kvdb.cli.output import human_bytes, say, write_json
 from kvdb.cli.progress import progress
+from kvdb.cli.selecting import selection_options
 from kvdb.errors import StoreReadOnly, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -23,22 +23,7 @@ PASSPHRASE = "passphrase"  # noqa: S105 - a word of the command line
 
 @click.command()
 @click.argument("file", metavar="FILE|-")
-@click.option(
-    "--sequence",
-    "sequences",
-    multiple=True,
-    metavar="NAME",
-    help="Only the chain of this sequence; may be repeated.",
-)
-@click.option(
-    "--where",
-    metavar="SQL",
-    help='Only blocks of which a condition on block_usage holds, such as "hits > 3", and all that '
-    "they stand on.",
-)
-@click.option(
-    "--model", metavar="NAME", help="Only state of this model (or namespace fingerprint)."
-)
+@selection_options
 @click.option(
     "--since",
     metavar="SNAPSHOT|TIME",
@@ -46,9 +31,6 @@ PASSPHRASE = "passphrase"  # noqa: S105 - a word of the command line
     "a time: 2026-05-01T12:30, or 3d ago. The importing store needs the rest.",
 )
 @click.option("--codec", metavar="NAME", help="Encode parts anew (raw, lz4, zstd).")
-@click.option(
-    "--max-bytes", type=Size(), metavar="SIZE", help="At most this much: the hottest blocks."
-)
 @click.option(
     "--no-tokens",
     is_flag=True,

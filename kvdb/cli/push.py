@@ -6,33 +6,15 @@ import dataclasses
 
 import click
 
-from kvdb.cli.evict import Size
 from kvdb.cli.options import open_store, store_option
 from kvdb.cli.output import write_json
+from kvdb.cli.selecting import selection_options
 from kvdb.cli.transfer import conclude, remote_argument, say_pushed, transferring
 
 
 @click.command()
 @remote_argument
-@click.option(
-    "--sequence",
-    "sequences",
-    multiple=True,
-    metavar="NAME",
-    help="Only the chain of this sequence; may be repeated.",
-)
-@click.option(
-    "--where",
-    metavar="SQL",
-    help='Only blocks of which a condition on block_usage holds, such as "hits > 3", and all that '
-    "they stand on.",
-)
-@click.option(
-    "--model", metavar="NAME", help="Only state of this model (or namespace fingerprint)."
-)
-@click.option(
-    "--max-bytes", type=Size(), metavar="SIZE", help="At most this much: the hottest blocks."
-)
+@selection_options
 @click.option(
     "--verify",
     is_flag=True,
