@@ -7,6 +7,7 @@ machine's own role.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -118,6 +119,11 @@ def open_gcs(config: RemoteConfig) -> Remote:
 
 def open_azure(config: RemoteConfig) -> Remote:
     """As :func:`open_s3`."""
+    if "account" not in config.options and "AZURE_STORAGE_ACCOUNT_NAME" not in os.environ:
+        raise UsageError(
+            "Azure needs the storage account's name: --option account=NAME, or the variable "
+            "AZURE_STORAGE_ACCOUNT_NAME."
+        )
     return _open(config, "AzureStore", AZURE_OPTIONS, AZURE_SECRETS)
 
 

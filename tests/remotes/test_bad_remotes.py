@@ -350,7 +350,7 @@ def test_what_cannot_be_opened_is_one_sentence(
         (config.url, {"root_certificate": "/nowhere/ca.pem"}, "file of certificates"),
         ("s3://", {}, "names no bucket"),
         ("s3://bucket/a/../b", {}, "cannot be opened"),
-        ("az://container", {}, "Account must be specified"),
+        ("az://container", {}, "--option account=NAME"),
         ("gs://", {}, "names no bucket"),
     ):
         with pytest.raises(UsageError, match=words):
