@@ -138,8 +138,7 @@ class Behind:
             peer.counters.add("present", len(own) - len(missing))
             if not missing:
                 continue
-            with peer.watched("put") as remote:
-                peer.describe(remote, record)
+            peer.describe(record)
             member = read_member(self._store, record, id_)
             for key, buffers in [] if member is None else pack(member):
                 if str(key) in missing:

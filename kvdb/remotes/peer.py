@@ -205,11 +205,13 @@ class Peer:
 
     # -- what is put -------------------------------------------------------------------------
 
-    def describe(self, remote: Remote, record: NamespaceRecord) -> None:
-        """Put the namespace's description beside its first object, once."""
+    def describe(self, record: NamespaceRecord) -> None:
+        """Put the namespace's description beside its first object, once: what is not put says
+        nothing to the breaker."""
         if record.fingerprint in self._described:
             return
         text = memoryview(namespace_object(record))
-        (state,) = remote.put_many([Put(namespace_key(record.fingerprint), [text])])
+        with self.watched("put") as remote:
+            (state,) = remote.put_many([Put(namespace_key(record.fingerprint), [text])])
         if state in ("stored", "present"):
             self._described.add(record.fingerprint)

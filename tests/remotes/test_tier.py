@@ -292,8 +292,12 @@ def test_a_description_that_found_no_room_is_put_later(tmp_path: Path, team: Pat
         a.remotes = Tier(a, [(spec_of(team), lambda: remote)])
         peer, record = a.remotes.peer("team"), a.describe(open_namespace(a, PLAIN))
         for _ in range(3):
-            peer.describe(remote, record)
-    assert not states
+            peer.describe(record)
+        assert not states
+        # One that is there already is not put, and so forgives nothing.
+        peer.went_wrong("put", RemoteRefused("Only reading is allowed."))
+        peer.describe(record)
+        assert peer.down_seconds("put") > 0
 
 
 # -- what is given -------------------------------------------------------------------------------
